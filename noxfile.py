@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every promise of the project is one session here; `nox -l` lists them.
+"""nox sessions for all checks of the project; `nox -l` lists them.
 
-Sessions run on the Python that runs nox, and install by pip what `constraints.txt`
-pins, so a session does the same thing on every machine.
+Sessions use the Python that runs nox, and install the versions that `constraints.txt` pins. So a
+session does the same on every machine.
 """
 
 import os
@@ -22,16 +22,17 @@ WITH_TESTS = (
         ".[testing,examples,tensorboard,wandb,comet,mlflow,docs,fp8,megatron]",
     ),
     *("sybil", "schedulefree", "lomo-optim", "pytest-xdist"),
-    "openmpi",  # its mpirun
-    *("ipykernel", "nbclient"),  # notebooks, executed
-    *("accelerate", "datasets", "transformers", "peft"),  # what others read and write
+    "openmpi",  # has mpirun
+    *("ipykernel", "nbclient"),  # to run notebooks
+    *("accelerate", "datasets", "transformers", "peft"),  # for tests with their files
 )
 
-# DeepSpeed is built where torch is there already, and none of its kernels, which are compiled
+# DeepSpeed's build imports torch and these packages. Its kernels, which need a compiler, are not
+# built.
 BUILDS_DEEPSPEED = "setuptools", "wheel", "ninja", "py-cpuinfo"
 NO_KERNELS = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
 
-SAMPLED = (  # of these CI runs a part
+SAMPLED = (  # CI runs only a part of these tests
     "tests/kit/test_check_transform.py",
     "tests/simulation/test_ddp.py",
     "tests/unit/test_checkpoint_faults.py",
@@ -39,9 +40,9 @@ SAMPLED = (  # of these CI runs a part
 )
 
 TURNS = 8
-"""Of so many parts of the slow tests a commit runs one, which its hash draws."""
+"""The slow tests are split into this many parts. The hash of a commit selects one part to run."""
 
-ASKS_MOST_OF_TORCH = (  # where other versions broke so far
+ASKS_MOST_OF_TORCH = (  # tests that failed with other versions of torch so far
     *("tests/simulation", "tests/unit/test_collectives.py", "tests/unit/test_step.py"),
     *(
         "tests/unit/test_compile.py",
@@ -54,26 +55,26 @@ ASKS_MOST_OF_TORCH = (  # where other versions broke so far
 
 
 def install(session: nox.Session, *requirements: str) -> None:
-    """Install the versions that accelfn is tested with, and no others."""
+    """Install packages, in the versions that `constraints.txt` pins."""
     session.install("-c", "constraints.txt", *requirements)
 
 
 def install_all(session: nox.Session) -> None:
-    """Install all that tests look at: what others read and write, and engines of others."""
+    """Install all packages that the tests use, including DeepSpeed."""
     install(session, *WITH_TESTS, *BUILDS_DEEPSPEED)
     install_deepspeed(session)
 
 
 def install_deepspeed(session: nox.Session) -> None:
-    """Install DeepSpeed beside torch, for its build asks for it."""
+    """Install DeepSpeed without build isolation, because its build imports torch."""
     isolated = "--no-build-isolation"
     session.install("-c", "constraints.txt", isolated, "deepspeed", env=NO_KERNELS)
 
 
 def run(session: nox.Session, *command: str) -> None:
-    """Run with one thread per process: ranks on one machine share its cores.
+    """Run a command with one thread per process, because ranks on a machine share its cores.
 
-    Hundreds of processes import accelfn, which is compiled once for all, whatever the shell says.
+    Python writes bytecode even if the shell disables this: hundreds of processes import accelfn.
     """
     env = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     session.run(*command, env=env)
@@ -92,14 +93,14 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check the types of the package with pyright, and that type checkers find typos."""
+    """Check the package's types with pyright; test that type checkers find wrong calls."""
     install(session, "-e", ".[testing,megatron]", "mypy", "pyright[nodejs]")
     session.run("pyright")
     session.run("python", "-m", "tests.typed")
 
 
 def whose_turn() -> str:
-    """Return which of the slow tests run at this commit; where there is none, all do."""
+    """Return "k/n": at this commit, part k of n of the slow tests runs; 0/1 without git."""
     asks = "git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"
     try:
         found = subprocess.run(asks, capture_output=True, text=True, check=True)  # noqa: S603
@@ -110,29 +111,29 @@ def whose_turn() -> str:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests, of slow ones those whose turn it is at this commit; or those you name."""
+    """Run the tests that you name; or all fast tests, and one part of the slow tests."""
     run_tests(session, *([] if session.posargs else [f"--turn={whose_turn()}"]))
 
 
 @nox.session
 def whole(session: nox.Session) -> None:
-    """Run all tests, the slow ones too."""
+    """Run all tests, including all slow tests."""
     run_tests(session)
 
 
 def run_tests(session: nox.Session, *options: str) -> None:
-    """Run pytest, files side by side."""
+    """Run pytest with several worker processes."""
     install_all(session)
-    # one more than cores, for one group of tests waits most of its time
+    # one worker more than cores, because one group of tests mostly waits
     num_workers = (os.cpu_count() or 1) + 1
     side_by_side = "-n", str(num_workers), "--dist", "loadgroup"
-    # groups begin in the order of tests/conftest.py, which puts the longest first
+    # start groups in the order of tests/conftest.py, which has the longest group first
     side_by_side += ("--no-loadscope-reorder",)
-    # what was skipped is said, with its reason, and where the time went
+    # report skipped tests with the reason, and the slowest tests
     said = "-rs", "--durations=30", *side_by_side
-    # What hangs shows the stacks of all its threads, and ends its process, which nothing takes
-    # the place of: the others would wait for it. No thread of Python's does so, which would
-    # wait for whatever lock the test left taken.
+    # If a test hangs, faulthandler prints the stacks of all threads and ends the worker, which
+    # is not restarted. faulthandler needs no Python thread, which could wait for a lock that the
+    # test holds.
     ends = "-ofaulthandler_timeout=600", "-ofaulthandler_exit_on_timeout=true"
     ends += ("--max-worker-restart=0",)
     options = "--hypothesis-profile=ci", *said, *ends, *options
@@ -141,7 +142,7 @@ def run_tests(session: nox.Session, *options: str) -> None:
 
 @nox.session
 def laws(session: nox.Session) -> None:
-    """Search long for an example that breaks a law."""
+    """Run the property tests with many examples."""
     install_all(session)
     profile = "--hypothesis-profile=deep"
     run(session, "pytest", "tests/laws", *SAMPLED, profile, *session.posargs)
@@ -149,7 +150,7 @@ def laws(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Plant bugs, and see that a test finds each."""
+    """Run the mutation tests: insert bugs, and check that a test finds each bug."""
     install_all(session)
     run(session, "python", "-m", "tests.mutants", *session.posargs)
 
@@ -164,7 +165,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Run every example and see that it learns, the notebook among them."""
+    """Run all examples and the notebook, and check that each of them learns."""
     install_all(session)
     scripts = "tests/test_examples.py", "tests/test_notebooks.py"
     run(session, "pytest", *scripts, *session.posargs)
@@ -172,21 +173,21 @@ def examples(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Run every code block of the documentation and follow its links."""
+    """Run all code blocks of the documentation, and check its links."""
     install_all(session)
     run(session, "pytest", "tests/test_docs.py", *session.posargs)
 
 
 @nox.session
 def site(session: nox.Session) -> None:
-    """Build the documentation as a site, into build/site."""
+    """Build the documentation's website in build/site."""
     install(session, "-e", ".[docs,testing]")
     run(session, "python", "docs/site/build.py", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure a step against other loops, and write docs/benchmarks.md."""
+    """Run the benchmarks, which compare accelfn with other loops; write docs/benchmarks.md."""
     install(session, "-e", ".[bench,testing]", *BUILDS_DEEPSPEED)
     install_deepspeed(session)
     run(session, "python", "tests/bench/run.py", *session.posargs)
@@ -195,25 +196,28 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def compare(session: nox.Session) -> None:
-    """Train one task by hand, with Accelerate, Fabric and accelfn, and print them side by side."""
+    """Train one task with a plain loop, Accelerate, Fabric and accelfn; print all results."""
     install(session, "-e", ".[bench,examples]")
     run(session, "python", "tests/compare/compare.py", *session.posargs)
 
 
 @nox.session
 def newest(session: nox.Session) -> None:
-    """Run tests on the newest torch that pip finds; several GB, by hand and before a release."""
+    """Run tests with the newest torch on PyPI, before a release; downloads several GB."""
     on_another_torch(session, "torch", *session.posargs)
 
 
 @nox.session
 def oldest(session: nox.Session) -> None:
-    """Run tests on the oldest torch that accelfn takes; several GB, as above."""
+    """Run tests with the oldest torch that accelfn supports; downloads several GB."""
     on_another_torch(session, "torch==2.13.*", *session.posargs)
 
 
 def on_another_torch(session: nox.Session, torch: str, *words: str) -> None:
-    """Run tests, by default those that ask most of torch, beside nothing that pins torch."""
+    """Run tests with another torch, without packages that pin torch.
+
+    By default, run the tests that failed with other versions of torch.
+    """
     session.install("-U", torch, "-e", ".[testing,examples]", "sybil", "pytest-xdist")
     session.run(
         "python", "-c", "import sys, torch; print(sys.version, torch.__version__)"

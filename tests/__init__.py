@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests; programs for rank processes are imported from here by name."""
+"""The tests, as a package: rank processes import their programs from `tests.*` by name."""

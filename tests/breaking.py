@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What breaks a step in its midst."""
+"""Functions and transforms that raise an error in the middle of a step."""
 
 import torch
 

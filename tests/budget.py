@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many examples CI draws for a property: what its bugs need, and what it can pay.
+"""The number of Hypothesis examples that CI runs for each property test.
 
-A law for which nothing is said here has those of the profile. Where each costs a tenth of a
-second or more, CI draws a quarter more than the law's mutants needed, and 20 at least: 9 to 14
-where the law takes seconds, 4 to 8 where an example takes most of one. Where a bug is rare and
-each is cheap, CI draws more. `nox -s mutants` hunts with these numbers, and `nox -s laws` draws
-2,000 for every law.
+A property test that is not listed here uses the number of its Hypothesis profile. If one example
+takes a tenth of a second or more, CI runs a quarter more examples than the test's mutants needed,
+and at least 20. Slow tests run fewer: 9 to 14 if the test takes seconds, 4 to 8 if one example
+takes most of a second. Tests with cheap examples and rare bugs run more. `nox -s mutants` uses
+the same numbers, and `nox -s laws` runs 2,000 examples for every test.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One canonical instance of every public transform, and what the laws need to know of it."""
+"""One example of every public transform, with facts that the property tests need about it."""
 
 import attrs
 from hypothesis import find

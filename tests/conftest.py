@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypothesis profiles, one torch thread, a warm import of what the tests use."""
+"""pytest's configuration: Hypothesis profiles, one torch thread, groups, slow tests, skips."""
 
 import gc
 import os
@@ -18,9 +18,10 @@ from tests.internals import devices, register_profiles
 from tests.turns import waiting
 
 torch.set_num_threads(1)
-# DeepSpeed, which Transformers imports where it is there, warns of what it finds by itself
+# Without this, DeepSpeed prints a warning when it detects the accelerator. Transformers imports
+# DeepSpeed if it is installed.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-# a shell has what it starts in the background ignore Ctrl-C, which tests wait for
+# A shell starts background processes with Ctrl-C ignored, but tests send Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WAIT = {
@@ -30,7 +31,7 @@ WAIT = {
 
 _WAITING = "ranks that wait"
 
-# what `pip install accelfn[testing]` does not bring
+# packages that `pip install accelfn[testing]` does not install
 _OPTIONAL = {
     *("accelerate", "comet_ml", "datasets", "deepspeed", "lightning_fabric"),
     *("lomo_optim", "matplotlib", "megatron", "mlflow", "nbclient", "nbformat", "nox"),
@@ -43,9 +44,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let slow tests take turns: CI runs each nth of them, at each commit others."""
+    """Add the option `--turn`: run only one part of the slow tests."""
     parser.addoption(
-        "--turn", default="0/1", help="k/n: of slow tests each nth, from the kth"
+        "--turn", default="0/1", help="k/n: run every nth slow test, from the kth"
     )
 
 
@@ -53,13 +54,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out slow tests whose turn it is not, and skip those of accelerators without one.
+    """Deselect slow tests of other parts, skip accelerator tests, and group tests for xdist.
 
-    Side by side, the tests of a file stay together, and so do most that start real ranks, in
-    two groups: those that wait for ranks to fail, and those in which ranks compute. The first
-    takes longest, and begins first.
+    With several workers, the tests of a file run on the same worker. Tests in tests/ranks/ form
+    two groups: tests that wait for ranks to fail, and tests where ranks compute. The first group
+    takes longest, and starts first.
     """
-    from tests.budget import budgeted  # when the profile is loaded
+    from tests.budget import budgeted  # after the Hypothesis profile is loaded
 
     _take_turns(config, items)
     for item in items:
@@ -75,7 +76,7 @@ def pytest_collection_modifyitems(
 
 
 def _take_turns(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave slow tests whose turn it is not to other commits."""
+    """Deselect the slow tests that `--turn` excludes."""
     late = waiting(
         {each.nodeid: _unit(each) for each in items}, config.getoption("turn")
     )
@@ -84,7 +85,7 @@ def _take_turns(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _unit(item: pytest.Item) -> str | None:
-    """Return what has its turn with a test: itself, or its file; of one that is fast, None."""
+    """Return the unit that `--turn` selects: a slow test, or its file; None for a fast test."""
     mark = item.get_closest_marker("slow")
     if mark is not None and mark.kwargs.get("together"):
         return item.nodeid.partition("::")[0]
@@ -100,9 +101,9 @@ def _group(item: pytest.Item) -> str:
 
 
 def pytest_collection_finish() -> None:
-    """Take all that was imported out of what each garbage collection looks through.
+    """Freeze imported objects, so that garbage collections do not look at them.
 
-    The search for a batch size, the end of a world and Python itself collect thousands of times.
+    The search for a batch size, the end of a world, and Python run thousands of collections.
     """
     gc.collect()
     gc.freeze()
@@ -143,7 +144,7 @@ def _skipping() -> Generator[None]:
 
 
 def _skip_if_missing(error: BaseException | None) -> None:
-    """Skip if an optional package is missing: Python says so, or accelfn does."""
+    """Skip if Python or accelfn raised an error because an optional package is missing."""
     while error is not None:
         package = (getattr(error, "name", None) or "").partition(".")[0]
         if isinstance(error, ModuleNotFoundError) and package in _OPTIONAL:

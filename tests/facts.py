@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of what accelfn's transforms tell, refuse and need, for the reference.
+"""Tables for the reference: the facts that accelfn's transforms declare, reject and need.
 
-`python -m tests.facts` writes them into docs/reference/. The first example of a transform's
-card stands for it.
+`python -m tests.facts` writes the tables into docs/reference/. A transform's facts are those of
+the first example in its catalog entry.
 """
 
 import re

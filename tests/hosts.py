@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two hosts on one machine: network namespaces, each with its own interfaces, and a cable.
+"""Simulate two hosts on one machine: two network namespaces, connected by a virtual cable.
 
-They need no rights but those that `unshare --user` gives. Benchmarks use them as tests do, so
-nothing here asks for pytest.
+The hosts need only the rights that `unshare --user` gives. Benchmarks also use this module, so it
+does not import pytest.
 """
 
 import subprocess

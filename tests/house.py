@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rooms of the package, as they stand: what lives in each, and which leans on which.
+"""Two tables about the package's folders: what each contains, and which folders it imports.
 
-`python -m tests.house` writes both into docs/design.md.
+`python -m tests.house` writes the tables into docs/design.md.
 """
 
 import ast

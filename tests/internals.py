@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The private names that tests use: code that moves changes this table, and no other test.
+"""The private names of accelfn that tests use, with their modules.
 
-`from tests.internals import NAME` imports NAME from its module when it is first needed.
+`from tests.internals import NAME` imports NAME from its module, at first use. If private code
+moves, only this table changes.
 """
 
 from importlib import import_module

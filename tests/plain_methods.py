@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods of `examples/` as plain programs of PyTorch: one process, no ranks, no setup.
+"""The methods of `examples/` as plain PyTorch functions: one process, without accelfn's setups.
 
-A program takes an example as a module, for its model, data and settings, and a number of
-epochs. It returns the value that the example's `train` must return. `METHODS` has a row for
-each example.
+A function receives an example as a module, with its model, data and settings, and a number of
+epochs. It returns the value that the example's `train` must return. `METHODS` has a row for each
+example.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports for tests that run side by side: none is given to two of them."""
+"""Network ports for tests; tests that run at the same time get different ports."""
 
 import atexit
 import itertools
@@ -7,7 +7,7 @@ import os
 import socket
 
 _PORTS = range(30_000, 32_768)
-"""Above those that runs derive from a job's number, below those that the system gives away."""
+"""Above the ports that accelfn derives from a job's number, below the system's free ports."""
 _ASKED = itertools.count(os.getpid())
 
 

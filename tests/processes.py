@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real Gloo ranks for tests, by the name that the tests know them by."""
+"""`run_ranks`: run a test's function on real Gloo ranks, with the time limit of the tests."""
 
 from functools import partial
 

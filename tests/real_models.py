@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models of Transformers' real classes, from configurations."""
+"""Small Transformers models with random weights, created from configurations."""
 
 import torch
 

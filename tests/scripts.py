@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts on ranks that a launcher would start, in processes that have torch imported already.
+"""Run scripts on ranks, as a launcher does, but in processes that have already imported torch.
 
-A process costs 2.5 seconds to import torch, and a launched run of two has three. Here a fork
-server pays that once. What launchers themselves do is tested with launchers, in tests/ranks.
+A process needs 2.5 seconds to import torch, and a launched run of two ranks has three processes.
+Here a fork server imports torch once. tests/ranks tests the launchers themselves.
 """
 
 import os

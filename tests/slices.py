@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Even slices of tensors, as ranks hold them."""
+"""Slices of tensors that are split evenly, as shards of ranks are."""
 
 from tests.internals import Slice
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state of one linear layer, for tests that need any state at all, and a state's bits."""
+"""A state with one linear layer, for tests that need any state, and the bits of a state."""
 
 from functools import partial
 from typing import Any

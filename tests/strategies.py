@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the laws draw: dyadic data, small models, chains, and training runs on them.
+"""Hypothesis strategies of the property tests: exact data, small models, chains and runs.
 
-Dyadic data are small integers in float64: sums, products and divisions by powers of two
-are exact, so a law about sums can be checked bit by bit.
+Exact ("dyadic") data are small integers in float64. Sums, products and divisions by powers of two
+have no rounding, so tests can compare sums bit by bit.
 """
 
 import functools

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One arrow: how often a steady step passes control from one file of the package to another.
+"""Test how often a step calls or returns from one file of the package to another.
 
-A step that reads as one road is short: each file that it enters costs its reader a jump. Both
-ways are counted, the call and the return.
+If a step crosses fewer files, its code is easier to read. Calls and returns both count.
 """
 
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation is true: its code runs, prints what it says, and its links lead on."""
+"""Test the documentation: its code runs with the printed output, and its links work."""
 
 import doctest
 import importlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every example runs, is short, and shows what it promises."""
+"""Test that every example runs, is short, and learns or shows what its docstring says."""
 
 import os
 import re

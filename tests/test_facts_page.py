@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference says what transforms tell and refuse, as they do."""
+"""Test that the reference's tables have the facts that transforms declare and reject."""
 
 import pytest
 

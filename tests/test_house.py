@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package is a house in which a new reader finds a room."""
+"""Test the structure of the package: its folders, their sizes, and their imports."""
 
 import ast
 import re

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples that train by a published method train what a plain program of PyTorch does.
+"""Test that examples of published methods have the same result as a plain PyTorch program.
 
-The dataset of each has a short last batch, which leaves a rank of four without a sample or
-with fewer samples than the others.
+Each dataset has a short last batch: on four ranks, a rank has no sample, or fewer than others.
 """
 
 from collections.abc import Generator

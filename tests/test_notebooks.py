@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The notebook of the examples, run in a real kernel as a reader runs it: twice, and stopped."""
+"""Test the notebook of the examples in a real kernel: run it twice, and interrupt it."""
 
 import asyncio
 import copy

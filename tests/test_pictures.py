@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures show what the code does now, and those who cannot see them are told it."""
+"""Test that the documentation's pictures show what the code does, and have text versions."""
 
 import re
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public names are complete, sorted and documented, each at one address."""
+"""Test that the public names are complete, sorted, documented, and each in only one place."""
 
 import ast
 import importlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks have roles: no folder asks a world for its rank without saying which."""
+"""Test that code reads `world.rank` only through a role, such as `world.batch.rank`."""
 
 import ast
 from pathlib import Path
@@ -10,7 +10,7 @@ import accelfn
 
 ROOT = Path(accelfn.__file__).parent
 BELOW = ("world", "collectives", "checkpoint", "launching", "testing")
-"""Folders that make worlds, or act on the ranks that they are given, files and processes."""
+"""Folders that may read `world.rank`: they create worlds, or work on all ranks of a world."""
 GIVEN = {
     "loop/control.py": "prints, logs, waits and runs on the ranks that the caller names",
     "loop/profiling.py": "a file for each rank of the caller's world",
@@ -23,7 +23,7 @@ GIVEN = {
     "engine/runner.py": "an order of calls is that of one group of ranks",
     "engine/doctor.py": "all ranks of the state's world build an engine together",
 }
-"""What takes the world as it is, and why."""
+"""Files that may read `world.rank`, each with the reason."""
 WORDS = ("rank", "size", "group")
 
 

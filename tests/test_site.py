@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The site is whole: it is built without a warning, and every link, picture and search leads on."""
+"""Test the website: its build has no warnings, and links, pictures and search work."""
 
 import http.server
 import json

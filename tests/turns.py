@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slow tests take turns: CI runs each nth of them, from one that the commit draws.
+"""Select a part of the slow tests: CI runs only every nth slow test at each commit.
 
-Real processes cost seconds to start, and half of the suite's time. What ranks compute is held
-by laws on simulated ranks at every commit, and real ones are a sample of that. What processes
-alone show, of launchers and notebooks, is seen when its turn comes. `nox -s whole` runs all.
+Most slow tests start real processes, which takes seconds for each, and half of the suite's time.
+At every commit, tests with simulated ranks check what ranks compute. Tests with real processes,
+launchers and notebooks run only at some commits. `nox -s whole` runs all of them.
 """
 
 from collections.abc import Mapping
 
 
 def waiting(units: Mapping[str, str | None], turn: str) -> set[str]:
-    """Return the tests that wait for their turn.
+    """Return the names of the slow tests that do not run now.
 
     Args:
-        units: by name of a test what has its turn with it, in any order that stays; None of
-            a test that is fast.
-        turn: "k/n": of the units each nth has its turn, from the kth.
+        units: by the name of a test, its unit: a slow test or its file; None for a fast test. The
+            order must be the same in each run.
+        turn: "k/n": every nth unit runs, starting with the kth.
     """
     k, n = map(int, turn.split("/"))
     slow = [unit for unit in dict.fromkeys(units.values()) if unit is not None]

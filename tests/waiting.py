@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tests wait: for facts. The one limit is for a test that would never end."""
+"""Wait in tests until a condition is true, not for a fixed time."""
 
 import time
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 HANGS = 300.0
-"""Seconds after which what a test waits for hangs; on no machine does it else take as long."""
+"""After so many seconds a wait counts as a hang; it is longer than any wait on a slow machine."""
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Return as soon as something holds."""
+    """Return as soon as `holds()` is true."""
     ends_at = time.monotonic() + HANGS
     while not holds():
         assert time.monotonic() < ends_at, "it did not come to hold"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders as DeepSpeed's ZeRO writes them, of tensors at hand and for any number of ranks.
+"""Write folders like DeepSpeed's ZeRO, with given tensors and for any number of ranks.
 
-What lies between the tensors is NaN, which must not come out anywhere.
+Padding between the tensors is NaN, so that a test fails if accelfn reads it.
 """
 
 import math

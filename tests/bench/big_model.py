@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder of 136 million parameters, 542 MB, in files: as accelfn and as others write it."""
+"""A Llama model with 136 million parameters (542 MB), in files of accelfn and Transformers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ logging.disable_progress_bar()
 
 @contextmanager
 def written() -> Iterator[tuple[Path, Path, torch.Tensor]]:
-    """Lend folders that accelfn and Transformers wrote, and what the model says of IDS."""
+    """Yield folders that accelfn and Transformers wrote, and the model's output for IDS."""
     torch.manual_seed(0)
     with folder() as (root, _):
         model = network().eval()
@@ -47,17 +47,17 @@ def written() -> Iterator[tuple[Path, Path, torch.Tensor]]:
 
 
 def output(model: nn.Module) -> torch.Tensor:
-    """Return what a model says of IDS."""
+    """Return a model's output for IDS."""
     with torch.no_grad():
         return model(IDS.to(DEVICE)).logits
 
 
 def check(model: nn.Module, expected: torch.Tensor) -> None:
-    """Raise if a model does not compute what the one in memory did, bitwise.
+    """Check that a model's output for IDS is bitwise the expected output.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the outputs differ.
     """
     if not torch.equal(output(model.eval()), expected):
-        msg = "it computes something else"
+        msg = "the loaded model has another output than the saved model"
         raise ValueError(msg)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving and loading a model of 42 million parameters with AdamW, 504 MB."""
+"""Save and load a model with 42 million parameters and AdamW's state (504 MB)."""
 
 import hashlib
 import shutil
@@ -29,14 +29,14 @@ def network() -> nn.Module:
 
 
 def trained() -> af.TrainState:
-    """Return a state whose optimizer has its moments."""
+    """Return a state after one update, so that the optimizer has its moments."""
     state = af.TrainState.create(model=network, optimizer=torch.optim.AdamW)
     step = af.make_step(lambda model, batch: model(batch).square().mean())
     return step(state, torch.randn(2, WIDTH))[0]
 
 
 def accelerated(folder: Path) -> Callable[[], object]:
-    """Return Accelerate's save of a model and an optimizer of the same size."""
+    """Return a function that saves the same model and optimizer with Accelerate."""
     accelerator = Accelerator(cpu=True)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -48,7 +48,7 @@ def accelerated(folder: Path) -> Callable[[], object]:
 
 
 def loop(act: Callable[[], object]) -> Callable[[int], None]:
-    """Return a loop that acts so many times."""
+    """Return a loop that calls `act` a number of times."""
 
     def acts(times: int) -> None:
         for _ in range(times):
@@ -59,8 +59,8 @@ def loop(act: Callable[[], object]) -> Callable[[int], None]:
 
 @contextmanager
 def folder() -> Iterator[tuple[Path, Callable[[], None]]]:
-    """Lend a folder on the disk of this directory, and what empties it."""
-    there = Path.cwd() / "build"  # which git ignores, also where this is cut off
+    """Yield a folder on the disk of the current directory, and a function that empties it."""
+    there = Path.cwd() / "build"  # git ignores this folder, even if it is not removed
     there.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=there) as name:
         root = Path(name)
@@ -73,7 +73,7 @@ def folder() -> Iterator[tuple[Path, Callable[[], None]]]:
 
 
 def measure_pause(rounds: int) -> list[Figure]:
-    """Return how long a save keeps training waiting, beside a copy of the tensors."""
+    """Measure how long training waits for a save, compared with a copy of the tensors."""
     state = trained()
     tensors = dict(encode_fields(fields_of(state))[1])
     copies = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
@@ -85,7 +85,7 @@ def measure_pause(rounds: int) -> list[Figure]:
     with folder() as (root, clear), af.CheckpointStore(root, keep=None) as store:
 
         def settle() -> None:
-            """Wait for what is written behind the training's back."""
+            """Wait for the save in the background, and empty the folder."""
             store.wait()
             clear()
 
@@ -100,7 +100,7 @@ def measure_pause(rounds: int) -> list[Figure]:
 
 
 def measure_save(rounds: int) -> list[Figure]:
-    """Return how long it takes until all is written, beside Accelerate."""
+    """Measure how long a complete save takes, compared with Accelerate."""
     state = trained()
     tensors = dict(encode_fields(fields_of(state))[1])
     with folder() as (root, clear):
@@ -120,7 +120,7 @@ def measure_save(rounds: int) -> list[Figure]:
 
 
 def measure_load(rounds: int) -> list[Figure]:
-    """Return how long it takes until all is in memory, verified."""
+    """Measure how long it takes to load and verify a checkpoint."""
     state = trained()
     with folder() as (root, _):
         af.save(state, root / "accelfn")

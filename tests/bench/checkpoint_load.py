@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: the `measure_load` of `checkpoint`."""
+"""Benchmark of loading a checkpoint: `measure_load` of `checkpoint`."""
 
 from checkpoint import measure_load as measure
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: the `measure_pause` of `checkpoint`."""
+"""Benchmark of the pause of training at a save: `measure_pause` of `checkpoint`."""
 
 from checkpoint import measure_pause as measure
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: the `measure_save` of `checkpoint`."""
+"""Benchmark of a complete save: `measure_save` of `checkpoint`."""
 
 from checkpoint import measure_save as measure
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One benchmark in a process of its own: `child.py MODULE ROUNDS FILE`.
+"""Run one benchmark in this process: `child.py MODULE ROUNDS FILE`.
 
-Accelerate and Fabric keep state for the whole process, so no two benchmarks share one.
+Accelerate and Fabric keep global state, so each benchmark runs in a new process.
 """
 
 import gc
@@ -19,7 +19,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     measured = import_module(module)
     gc.collect()
-    gc.freeze()  # what was imported is looked through before no block
+    gc.freeze()  # garbage collections before blocks do not look at imported objects
     figures = measured.measure(int(rounds))
     if os.environ.get("RANK", "0") == "0":
         Path(file).write_text(json.dumps([attrs.asdict(f) for f in figures]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sum over two processes of a tree of many small tensors."""
+"""Benchmark of an all-reduce of many small tensors over two processes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,13 +18,13 @@ Tree = dict[str, torch.Tensor]
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return what a sum costs; every rank runs the same blocks in the same order."""
+    """Measure the time of a sum; every rank runs the same blocks in the same order."""
     with af.World.from_env() as world:
         return _measure(world, rounds)
 
 
 def _measure(world: af.World, rounds: int) -> list[Figure]:
-    Accelerator(cpu=True)  # its reduce asks a state that this sets up
+    Accelerator(cpu=True)  # creates the global state that Accelerate's reduce needs
     given = {f"layer {i}": torch.randn(8, 8) for i in range(100)}
     loops = {
         "by hand": again(by_hand, given),
@@ -36,7 +36,7 @@ def _measure(world: af.World, rounds: int) -> list[Figure]:
 
 
 def by_hand(given: Tree) -> Tree:
-    """Sum all tensors as one vector, and cut it."""
+    """Sum all tensors as one vector, and split the vector again."""
     flat = torch.cat([each.reshape(-1) for each in given.values()])
     dist.all_reduce(flat)
     parts = flat.split([each.numel() for each in given.values()])
@@ -47,7 +47,7 @@ def by_hand(given: Tree) -> Tree:
 
 
 def again(total: Callable[[Tree], Tree], given: Tree) -> Loop:
-    """Return a loop that sums what it is given."""
+    """Return a loop that calls `total` on the tensors."""
 
     def loop(steps: int) -> None:
         for _ in range(steps):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compiled step on batches that are there already, for three models on one process."""
+"""Benchmark of a compiled step for three models, on one process, with batches in memory."""
 
 from collections.abc import Callable, Mapping
 
@@ -16,7 +16,7 @@ import accelfn as af
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return what a step costs, each model's beside that of its hand-written loop."""
+    """Measure the time of a step of each model, compared with a plain PyTorch loop."""
     found: list[Figure] = []
     for name, (model, batches, steps) in MODELS.items():
         loops = contestants(model, batches)
@@ -28,7 +28,7 @@ def measure(rounds: int) -> list[Figure]:
 def contestants(
     model: Callable[[], nn.Module], batches: Callable
 ) -> Mapping[str, Loop]:
-    """Return the loops that are compared."""
+    """Return the loops to compare, by name."""
     eager = af.TrainState.create(model=model, optimizer=adamw, world=alone())
     compiled = eager.with_setup(af.compile()).copy()
     in_cpp = compiled.with_setup(af.compile(options={"cpp_wrapper": True})).copy()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many all-reduces an update makes, DistributedDataParallel's own among them."""
+"""Count the all-reduces of an update, including those of DistributedDataParallel."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 def with_all_reduces(
     figures: Sequence[Figure], loops: Mapping[str, Loop], *, steps: int
 ) -> list[Figure]:
-    """Return the figures with the count of an update, from a run that is not timed."""
+    """Add the number of all-reduces of an update to the figures, from a run without timing."""
     return [
         attrs.evolve(figure, all_reduces=_count(loops[figure.contestant], steps))
         for figure in figures

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading rows of tensors and of arrays, shuffled; nothing is trained."""
+"""Benchmark of reading shuffled rows of tensors and of NumPy arrays, without training."""
 
 from figures import Figure
 from models import Arrays, rows
@@ -11,7 +11,7 @@ STEPS = 500
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return what a batch of 32 costs; tensors and arrays each have a base of their own."""
+    """Measure the time of a batch of 32; tensors and arrays are compared separately."""
     inputs, targets = rows(32 * STEPS)
     tensors = TensorDataset(inputs, targets)
     arrays = (inputs.numpy(), targets.numpy())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the starts of `data_scale` add to a process's memory, in MiB."""
+"""Benchmark of memory for the first batch of a huge dataset: see `data_scale`."""
 
 from data_scale import measure_memory as measure
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first batch of an epoch over 10**12 samples, and of one resumed near its end.
+"""Benchmark of the first batch of an epoch with 10**12 samples: at its start, and near its end.
 
-Each start is in a process of its own, which knows its peak memory: `data_scale.py NAME`.
+Each start runs in a new process, to measure its peak memory: `data_scale.py NAME`.
 """
 
 import json
@@ -24,7 +24,7 @@ Start = Callable[[], object]
 
 
 class Numbers:
-    """As many samples as there are numbers below n, each of them its own index."""
+    """A dataset of n samples; each sample is its index."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -37,14 +37,14 @@ class Numbers:
 
 
 def by_accelfn(samples: int) -> Start:
-    """Read the first batch from there on."""
+    """Return a function that reads the first batch after `samples` samples."""
     data = af.Data(Numbers(10**12), global_batch_size=32, shuffle=True)
     state = state_on(data)
     return lambda: next(iter(af.batches(af.seek(state, samples))))
 
 
 def by_torch(n: int) -> Start:
-    """Draw the first index."""
+    """Return a function that draws the first index of torch's RandomSampler."""
     return lambda: next(iter(RandomSampler(Numbers(n))))
 
 
@@ -56,12 +56,12 @@ STARTS = {
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return how long each takes, in milliseconds."""
+    """Measure the time of each start, in milliseconds."""
     return _figures(rounds, "milliseconds")
 
 
 def measure_memory(rounds: int) -> list[Figure]:
-    """Return by how much each lets the peak of the process's memory grow, in MiB."""
+    """Measure how much memory each start adds to the process's peak, in MiB."""
     return _figures(rounds, "mebibytes")
 
 
@@ -76,18 +76,18 @@ def _figures(rounds: int, what: str) -> list[Figure]:
 
 
 def resident() -> float:
-    """Return how much memory this process has now, in MiB."""
+    """Return the current memory of this process, in MiB."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def peak() -> float:
-    """Return the most memory that this process has had, in MiB."""
+    """Return the peak memory of this process, in MiB."""
     return getrusage(RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def tell(name: str) -> None:
-    """Start once, and print what that took."""
+    """Run a start once; print its time and memory as JSON."""
     start = STARTS[name]()
     memory, begin = resident(), time.perf_counter()
     start()

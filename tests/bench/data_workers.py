@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a dataset whose samples take time, by two worker processes."""
+"""Benchmark of reading a slow dataset with two worker processes."""
 
 from figures import Figure
 from models import Slow, rows
@@ -12,7 +12,7 @@ WORKERS = {"num_workers": 2}
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return what a batch of 32 costs, the start of workers included."""
+    """Measure the time of a batch of 32, including the start of workers."""
     dataset = Slow(*rows(32 * STEPS))
     loader = DataLoader(dataset, batch_size=32, shuffle=True, **WORKERS)
     kept = DataLoader(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of DistributedDataParallel, on two processes."""
+"""Benchmark of a step of DistributedDataParallel, on two processes."""
 
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -15,9 +15,9 @@ import accelfn as af
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return what a step costs; every rank runs the same blocks in the same order."""
+    """Measure the time of a step; every rank runs the same blocks in the same order."""
     with af.World.from_env() as world:
-        # in a function of its own: no reducer may outlive the process group
+        # in a separate function, so that DDP's objects are freed before the process group
         return _measure(world, rounds)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where contestants compute: on the CPU, or on the accelerator that `run.py --device` names."""
+"""The device of the benchmarks: the CPU, or the accelerator of `run.py --device`."""
 
 import os
 import time
@@ -25,14 +25,15 @@ def alone() -> af.World:
 
 
 def wait() -> None:
-    """Wait for what the device was given to do."""
+    """Wait until the device has finished its work."""
     if not IS_CPU:
         torch.accelerator.synchronize()
 
 
 def computing() -> Callable[[], float]:
-    """Return a clock for ranks that share cores: what the process computed, or all that passed.
+    """Return the clock for ranks that share cores.
 
-    Of an accelerator's work the host's clock of computing knows nothing.
+    On the CPU, this is the CPU time of the process. It does not include the work of an
+    accelerator, so there it is the elapsed time.
     """
     return time.process_time if IS_CPU else time.perf_counter

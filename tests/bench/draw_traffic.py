@@ -39,20 +39,18 @@ def draw_traffic(
 ) -> str:
     """Draw milliseconds per update against bandwidth, a line a method, and return it in words.
 
-    The words are also the title and the description of the picture, where it is an SVG.
+    In an SVG, the text is also the title and the description of the picture.
 
     Args:
-        methods: by name, what each sends.
-        path: of the picture; its ending says of which kind it is, as .svg or .png.
-        ranks: how many there are.
-        link: what joins them; its latency and overhead count, at each bandwidth.
-        megabits: the bandwidths, in megabits a second.
+        methods: the traffic of each method, by name.
+        path: the file of the picture; its suffix is the format, such as .svg or .png.
+        ranks: the number of ranks.
+        link: the link between the ranks. Its latency and overhead are used; its bandwidth is not.
+        megabits: the bandwidths, in megabits per second.
         algorithm: as in `Traffic.seconds`.
-        compute: as there.
-        overlap: as there.
-        measured: by method and megabits a second, milliseconds that were measured. They are
-            drawn as single marks.
-
+        compute: as in `Traffic.seconds`.
+        overlap: as in `Traffic.seconds`.
+        measured: measured milliseconds, by method and megabits per second; drawn as markers.
     """
     widths, marks = list(megabits), {} if measured is None else measured
 
@@ -104,7 +102,7 @@ def _save(
         drawn = Figure(figsize=(5, 3.9), layout="constrained")
         _draw(drawn.add_subplot(), lines, marks)
         kind = path.suffix.removeprefix(".") or "svg"
-        # without a date the same traffic gives the same file
+        # without a date, so that the same traffic always creates the same file
         told = {"Date": None} if kind == "svg" else {}
         drawn.savefig(path, format=kind, facecolor="white", metadata=told)
     if kind == "svg":
@@ -137,7 +135,7 @@ def _draw(
 
 
 def _tell(path: Path, title: str, words: str) -> None:
-    """Let those who cannot see the picture be told what is in it."""
+    """Add a title and a description to an SVG file, for screen readers."""
     text = path.read_text(encoding="utf-8")
     start = text.index("<svg")
     opened = text.index(">", start) + 1

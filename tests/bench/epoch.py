@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An epoch with each library loading its own data, on one process."""
+"""Benchmark of an epoch on one process; each library loads its own data."""
 
 from accelerate import Accelerator
 from figures import Figure
@@ -15,7 +15,7 @@ STEPS = 500
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return what a step costs, with reading its batch."""
+    """Measure the time of a step, including reading its batch."""
     dataset = TensorDataset(*rows(32 * STEPS))
     loader = DataLoader(dataset, batch_size=32, shuffle=True)
     accelerator = Accelerator(cpu=True)
@@ -32,7 +32,7 @@ def measure(rounds: int) -> list[Figure]:
 
 
 def epochs_of_accelfn(dataset: TensorDataset) -> Loop:
-    """Return a loop that trains an epoch at each call, always the next one."""
+    """Return a loop that trains for the next epoch at each call."""
     data = af.Data(dataset, global_batch_size=32, shuffle=True)
     state = af.TrainState.create(model=mlp, optimizer=adamw, data=data)
     step = af.make_step(loss_fn)

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark found out about one contestant."""
+"""The result of a benchmark for one contestant (accelfn, or another loop)."""
 
 import attrs
 
 
 @attrs.frozen(kw_only=True)
 class Figure:
-    """A cost beside that of the benchmark's base.
+    """The cost of a contestant, and its comparison with the base, the first contestant.
 
     Attributes:
-        contestant: whose cost it is.
-        milliseconds: the median over rounds, of one step or one start.
-        value: the median of the comparisons with the base, one comparison a round.
-        low: their first quartile.
-        high: their third quartile.
-        all_reduces: how many an update makes, where that was counted.
-        num_bytes: what all ranks sent for an update, headers included, where it was counted.
-        foreseen_bytes: what a model says that they send.
-        foreseen: the milliseconds that a model says it takes.
+        contestant: the name of the contestant.
+        milliseconds: the median over rounds of the time of one step or one start.
+        value: the median of the comparisons with the base, one comparison per round.
+        low: the first quartile of the comparisons.
+        high: the third quartile of the comparisons.
+        all_reduces: the number of all-reduces of an update, if counted.
+        num_bytes: the bytes that all ranks sent in an update, including headers, if counted.
+        foreseen_bytes: the bytes that a model of the traffic predicts.
+        foreseen: the milliseconds that a model of the traffic predicts.
     """
 
     contestant: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of a model that is split over two processes by torch's fully_shard."""
+"""Benchmark of a step of a model that torch's fully_shard shards over two processes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ adamw = partial(torch.optim.AdamW, lr=0.0)
 
 
 class Decoder(nn.Module):
-    """Six encoder layers of a width over 16 tokens, each a projection of 4 numbers."""
+    """A transformer with six encoder layers over 16 tokens; a token has 4 input numbers."""
 
     def __init__(self, width: int = 128, layers: int = 6) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the classes' scores of inputs of shape `(rows, 64)`."""
+        """Return the logits of inputs of shape `(rows, 64)`."""
         tokens = self.embed(inputs.unflatten(1, (16, 4)))
         for layer in self.layers:
             tokens = layer(tokens)
@@ -40,7 +40,7 @@ class Decoder(nn.Module):
 
 
 def by_hand(model: nn.Module, batches: Source, step: Callable[[], object]) -> Loop:
-    """Train a module that is split already."""
+    """Return a loop that trains a module that is already sharded."""
 
     def loop(steps: int) -> None:
         for inputs, targets in batches(steps):
@@ -53,7 +53,7 @@ def by_hand(model: nn.Module, batches: Source, step: Callable[[], object]) -> Lo
 
 
 def split(make: Callable[[], nn.Module] = Decoder) -> nn.Module:
-    """Return a module that is split as torch's tutorial splits it."""
+    """Return a module that is sharded as in torch's tutorial."""
     model = there(make)
     for layer in model.layers:
         fully_shard(layer)
@@ -61,12 +61,12 @@ def split(make: Callable[[], nn.Module] = Decoder) -> nn.Module:
 
 
 def stepped(model: nn.Module) -> Callable[[], object]:
-    """Return a step of torch's optimizer on the DTensors, as the tutorial has it."""
+    """Return a step of torch's optimizer on DTensors, as in torch's tutorial."""
     return adamw(model.parameters()).step
 
 
 def stepped_in_parts(model: nn.Module) -> Callable[[], object]:
-    """Return a step of torch's optimizer on the parts that a rank has."""
+    """Return a step of torch's optimizer on the local shards of a rank."""
     pairs = [(p, nn.Parameter(p.to_local().detach())) for p in model.parameters()]
     optimizer = adamw([part for _, part in pairs])
 
@@ -79,7 +79,7 @@ def stepped_in_parts(model: nn.Module) -> Callable[[], object]:
 
 
 def by_accelfn(world: af.World, make: Callable[[], nn.Module], batches: Source) -> Loop:
-    """Train a state."""
+    """Return a loop that trains with accelfn."""
     state = af.TrainState.create(
         model=make, optimizer=adamw, setup=af.wrap_fsdp(), world=world
     )
@@ -100,7 +100,7 @@ def together() -> None:
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return what a step costs; every rank runs the same blocks in the same order."""
+    """Measure the time of a step; every rank runs the same blocks in the same order."""
     with af.World.from_env(device=DEVICE) as world:
         batches = in_turn(count=8, seed=world.rank)
         tutorial, parts = split(), split()

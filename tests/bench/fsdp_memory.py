@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each of two processes takes for a model that is split over them, at its peak.
+"""Benchmark of the peak memory of two processes that train a sharded model.
 
-Each loop is in processes of its own, which know their peak; what they had before the model was
-made is taken off:
-`accelfn launch --nproc 2 fsdp_memory.py NAME`.
+Each loop runs in new processes, which measure their peak. The memory before the model was created
+is subtracted: `accelfn launch --nproc 2 fsdp_memory.py NAME`.
 """
 
 import subprocess
@@ -29,21 +28,21 @@ LAUNCH = "-m", "accelfn", "launch", "--nproc", "2"
 
 
 class Layers(nn.Module):
-    """Layers of a width, each a unit; of the last one's 2,048 classes 10 are used."""
+    """Linear layers, each an FSDP unit; targets use 10 of the 2,048 classes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the classes' scores."""
+        """Return the logits."""
         for layer in self.layers:
             x = layer(x).relu()
         return x
 
 
 def split_by_hand() -> Loop:
-    """Train by torch's fully_shard."""
+    """Return a loop that trains with torch's fully_shard."""
     model = Layers()
     for layer in model.layers:
         fully_shard(layer)
@@ -52,7 +51,7 @@ def split_by_hand() -> Loop:
 
 
 def accelfn(world: af.World, **options: str) -> Loop:
-    """Train a state."""
+    """Return a loop that trains with accelfn."""
     setup = af.wrap_fsdp()
     state = af.TrainState.create(
         model=Layers, optimizer=adamw, setup=setup, world=world, **options
@@ -75,7 +74,7 @@ LOOPS: dict[str, Callable[[af.World], Loop]] = {
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return each one's peak, in MiB."""
+    """Measure the peak memory of each loop, in MiB."""
     taken: dict[str, list[float]] = {name: [] for name in LOOPS}
     for _ in range(rounds):
         for name in LOOPS:
@@ -90,7 +89,7 @@ def measure(rounds: int) -> list[Figure]:
 
 
 def peak() -> float:
-    """Return what this process has had at most, in MiB."""
+    """Return the peak memory of this process, in MiB."""
     return getrusage(RUSAGE_SELF).ru_maxrss / 1024
 
 

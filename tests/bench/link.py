@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An update over a slow link between two processes, and what is foreseen of it."""
+"""Benchmark of an update over a slow link between two processes, and its prediction."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -33,14 +33,14 @@ OVER_TCP = 1.5 * 66 / 1448
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return what an update costs; both ranks run the same blocks in the same order."""
+    """Measure the time of an update; both ranks run the same blocks in the same order."""
     with af.World.from_env() as world:
-        # in a function of its own: no reducer may outlive the process group
+        # in a separate function, so that DDP's objects are freed before the process group
         return _measure(world, rounds)
 
 
 def state_of(world: af.World, setup: object) -> af.TrainState:
-    """Return what accelfn trains."""
+    """Return the state that accelfn trains."""
     return af.TrainState.create(model=mlp, optimizer=adamw, setup=setup, world=world)
 
 
@@ -61,14 +61,14 @@ def _measure(world: af.World, rounds: int) -> list[Figure]:
 
 
 def begun(world: af.World, setup: object) -> Callable[[], object]:
-    """Return what takes a block of updates."""
+    """Return a function that runs a block of updates."""
     return partial(by_accelfn(state_of(world, setup), in_turn()), SYNC_EVERY)
 
 
 def with_bytes(
     figures: Sequence[Figure], loops: Mapping[str, Loop], world: af.World
 ) -> list[Figure]:
-    """Return the figures with the bytes of an update, from a block that is not timed."""
+    """Add the bytes of an update to the figures, from a block without timing."""
     cable = os.environ["GLOO_SOCKET_IFNAME"]
     found = []
     for figure in figures:
@@ -84,7 +84,7 @@ def with_bytes(
 
 
 def foreseen(figure: Figure) -> Figure:
-    """Return a figure of a setup of accelfn's with what is foreseen of it."""
+    """Add the predicted bytes and time of an update to the figure of an accelfn setup."""
     begin = partial(begun, setup=SETUPS[figure.contestant])
     traffic = communication(lambda world: begin(world)())
     compute = median(computed(begin)) / SYNC_EVERY

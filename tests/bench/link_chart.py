@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw docs/how-to/communication.svg: what is foreseen, beside what docs/benchmarks.md says.
+"""Draw docs/how-to/communication.svg: predicted times, and the measured times of the benchmarks.
 
-`python tests/bench/link_chart.py`, after `run.py link_1 link_4`.
+Run `python tests/bench/link_chart.py` after `run.py link_1 link_4`.
 """
 
 import re
@@ -31,11 +31,11 @@ METHODS = {
     ),
 }
 COMPUTE = 0.0005
-"""Seconds an update of this model without any communication."""
+"""Seconds of an update of this model without communication."""
 
 
 def program(world: af.World, setup: object) -> None:
-    """Train for one period."""
+    """Train for one period of `sync_every` updates."""
     state = af.TrainState.create(model=mlp, optimizer=adamw, setup=setup, world=world)
     step = af.make_step(loss_fn)
     for batch in in_turn()(UPDATES):
@@ -43,7 +43,7 @@ def program(world: af.World, setup: object) -> None:
 
 
 def measured(contestant: str) -> dict[float, float]:
-    """Return milliseconds an update, by megabits a second, that the page of benchmarks has."""
+    """Read the milliseconds of an update from docs/benchmarks.md, by megabits per second."""
     page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
     sections = re.split(r"^## ", page, flags=re.MULTILINE)
     found = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making a model and giving it the weights of a file: the time."""
+"""Benchmark of the time to create a model and load its weights from a file."""
 
 import ctypes
 import gc
@@ -22,14 +22,14 @@ Load = Callable[[], nn.Module]
 
 
 def by_accelerate(where: Path) -> nn.Module:
-    """Load as Accelerate's guide to big models does."""
+    """Load a model as in Accelerate's guide to big models."""
     with init_empty_weights(include_buffers=False):
         model = network()
     return load_checkpoint_and_dispatch(model, str(where), device_map={"": "cpu"})
 
 
 def loads(ours: Path, others: Path) -> dict[str, Load]:
-    """Return what makes the model, by contestant."""
+    """Return the functions that load the model, by contestant."""
     return {
         "Transformers from_pretrained": partial(
             LlamaForCausalLM.from_pretrained, others
@@ -46,13 +46,13 @@ def loads(ours: Path, others: Path) -> dict[str, Load]:
 
 
 def settle() -> None:
-    """Give the system the memory that a model had, for which the next one would pay."""
+    """Free the memory of the last model, so that the next contestant starts equally."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return the time that each one's processor took until the model is there."""
+    """Measure the CPU time of each contestant until the model is loaded."""
     with written() as (ours, others, expected):
         made = loads(ours, others)
         for load in made.values():
@@ -61,7 +61,7 @@ def measure(rounds: int) -> list[Figure]:
 
 
 def measure_used(rounds: int) -> list[Figure]:
-    """Return that time with a first forward pass, for which all is read."""
+    """Measure the CPU time to load the model and run a forward pass, which reads all weights."""
     with written() as (ours, others, _):
         made = {
             name: (lambda load=load: output(load()))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process takes at its peak to load a model and use it once.
+"""Benchmark of the peak memory of a process that loads a model and runs it once.
 
-Each contestant is in a process of its own, which the system tells what it had at most:
+Each contestant runs in a new process, which reads its peak memory from the system:
 `load_model_memory.py NAME OURS OTHERS`.
 """
 
@@ -22,7 +22,7 @@ FILLED = "accelfn import_model, into values"
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return each one's peak, in MiB."""
+    """Measure the peak memory of each contestant, in MiB."""
     with written() as (ours, others, _):
         taken = {name: list[float]() for name in (LIMIT, *loads(ours, others), FILLED)}
         for _ in range(rounds):
@@ -38,19 +38,19 @@ def measure(rounds: int) -> list[Figure]:
 
 
 def largest() -> float:
-    """Return how many MiB the model's largest tensor has."""
+    """Return the size of the model's largest tensor, in MiB."""
     with af.empty_weights():
         return max(param.nbytes for param in network().parameters()) / 2**20
 
 
 def memory(word: str) -> float:
-    """Return what the system says of this process's memory, in MiB."""
+    """Return a value from this process's /proc/self/status, in MiB."""
     said = Path("/proc/self/status").read_text().split()
     return int(said[said.index(f"{word}:") + 1]) / 1024
 
 
 def main(name: str, ours: str, others: str) -> None:
-    """Load once as this contestant does, and print by how much its memory rose at most."""
+    """Load and run the model as this contestant does; print how much the peak memory rose."""
     torch.set_num_threads(1)
     more = largest() if name == LIMIT else 0
     before = memory("VmRSS")

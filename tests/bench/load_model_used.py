@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading a model and a first forward pass: the `measure_used` of `load_model`."""
+"""Benchmark of loading a model and a first forward pass: `measure_used` of `load_model`."""
 
 from load_model import measure_used as measure
 

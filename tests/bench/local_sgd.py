@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local SGD against DistributedDataParallel, on two processes."""
+"""Benchmark of local SGD compared with DistributedDataParallel, on two processes."""
 
 from contextlib import ExitStack
 from functools import partial
@@ -24,9 +24,9 @@ SYNC_EVERY = 8
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return what a step costs; every rank runs the same blocks in the same order."""
+    """Measure the time of a step; every rank runs the same blocks in the same order."""
     with af.World.from_env() as world:
-        # in a function of its own: no reducer may outlive the process group
+        # in a separate function, so that DDP's objects are freed before the process group
         return _measure(world, rounds)
 
 
@@ -48,7 +48,7 @@ def _measure(world: af.World, rounds: int) -> list[Figure]:
 
 
 def local_by_hand(batches: Source) -> Loop:
-    """Average all parameters as one vector, every few updates."""
+    """Return a loop that averages all parameters, as one vector, every few updates."""
     model = mlp(WIDTH, classes=WIDTH)
     optimizer = adamw(model.parameters())
 
@@ -75,7 +75,7 @@ def average(model: torch.nn.Module) -> None:
 def local_by_accelerate(
     model: torch.nn.Module, batches: Source, stack: ExitStack
 ) -> Loop:
-    """Train with Accelerate's LocalSGD, which is entered once for all blocks."""
+    """Return a loop with Accelerate's LocalSGD; its context is entered only once."""
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
     local_sgd = stack.enter_context(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loop as each contestant's own documentation writes it."""
+"""The training loop of each library, as in the library's documentation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ import accelfn as af
 
 
 def by_hand(model: nn.Module, batches: Source) -> Loop:
-    """Train a module, plain or in DistributedDataParallel, with torch alone."""
+    """Return a plain PyTorch loop for a module, which may be in DistributedDataParallel."""
     optimizer = adamw(model.parameters())
 
     def loop(steps: int) -> None:
@@ -32,7 +32,7 @@ def by_hand(model: nn.Module, batches: Source) -> Loop:
 def by_accelfn(
     state: af.TrainState, batches: Source, loss_fn: Callable[..., Any] = loss_fn
 ) -> Loop:
-    """Train a state."""
+    """Return a loop that trains with accelfn."""
     step = af.make_step(loss_fn)
 
     def loop(steps: int) -> None:
@@ -49,7 +49,7 @@ def by_accelerate(
     make: Callable[[], nn.Module] = mlp,
     loss_fn: Callable[..., Any] = loss_fn,
 ) -> Loop:
-    """Train with Hugging Face Accelerate."""
+    """Return a loop that trains with Hugging Face Accelerate."""
     model = there(make)
     model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
 
@@ -69,7 +69,7 @@ def by_fabric(
     make: Callable[[], nn.Module] = mlp,
     loss_fn: Callable[..., Any] = loss_fn,
 ) -> Loop:
-    """Train with Lightning Fabric."""
+    """Return a loop that trains with Lightning Fabric."""
     model = there(make)
     model, optimizer = fabric.setup(model, adamw(model.parameters()))
 

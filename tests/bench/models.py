@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is trained: a small network, its batches, and an optimizer that moves nothing.
+"""The models of the benchmarks, their batches, and an optimizer with a learning rate of 0.
 
-The learning rate is 0. An update costs the same, and the weights do not drift to where
-numbers are denormal, and slow, after the thousands of updates that a benchmark takes.
+An update with learning rate 0 costs the same. But after thousands of updates, the weights do not
+reach denormal numbers, which are slow.
 """
 
 import time
@@ -19,13 +19,13 @@ from torch.utils.data import Dataset
 
 Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 Source: TypeAlias = Callable[[int], Iterable[Batch]]
-"""Gives that many batches."""
+"""A function that returns a number of batches."""
 
 adamw = partial(torch.optim.AdamW, lr=0.0, fused=True)
 
 
 def mlp(width: int = 64, *, classes: int = 10) -> nn.Module:
-    """Return five square layers with ReLU, and one to the classes."""
+    """Return a network of five square linear layers with ReLU, and a layer to the classes."""
     layers: list[nn.Module] = []
     for _ in range(5):
         layers += [nn.Linear(width, width), nn.ReLU()]
@@ -33,7 +33,7 @@ def mlp(width: int = 64, *, classes: int = 10) -> nn.Module:
 
 
 def convnet() -> nn.Module:
-    """Return two convolutions over images of 3 times 16 times 16, and a layer to the classes."""
+    """Return a network of two convolutions on 3x16x16 images, and a layer to the classes."""
     return nn.Sequential(
         nn.Unflatten(1, (3, 16, 16)),
         nn.Conv2d(3, 16, 3, padding=1),
@@ -50,7 +50,7 @@ def convnet() -> nn.Module:
 
 
 class Transformer(nn.Module):
-    """Four encoder layers of width 64 over 16 tokens, each a projection of 4 numbers."""
+    """A transformer with four layers of width 64, over 16 tokens of 4 input numbers each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(64, 10)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the classes' scores of inputs of shape `(rows, 64)`."""
+        """Return the logits of inputs of shape `(rows, 64)`."""
         tokens = self.embed(inputs.unflatten(1, (16, 4)))
         for layer in self.layers:
             tokens = layer(tokens)
@@ -70,21 +70,21 @@ class Transformer(nn.Module):
 
 
 def rows(count: int, *, width: int = 64, seed: int = 0) -> Batch:
-    """Return that many random rows with classes."""
+    """Return a number of random rows with their classes."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(count, width, generator=generator)
     return inputs, torch.randint(10, (count,), generator=generator)
 
 
 def in_turn(*, width: int = 64, count: int = 32, seed: int = 0) -> Source:
-    """Return 16 batches of so many rows, made once, where they are used, and given again."""
+    """Create 16 batches on the device; return a function that cycles through the batches."""
     drawn = (rows(count, width=width, seed=16 * seed + i) for i in range(16))
     made = [tuple(column.to(DEVICE) for column in batch) for batch in drawn]
     return lambda count: islice(cycle(made), count)
 
 
 def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the loss, as accelfn wants it; other loops have this line inline."""
+    """Return the loss; accelfn needs a function, other loops have this line inline."""
     inputs, targets = batch
     return cross_entropy(model(inputs), targets)
 
@@ -94,11 +94,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Source, int]] = {
     "convnet": (convnet, in_turn(width=768), 20),
     "transformer": (Transformer, in_turn(), 20),
 }
-"""Each with its batches, and how many steps a block has."""
+"""By name: a model, its batches, and the number of steps of a block."""
 
 
 class Arrays(Dataset):
-    """Rows of arrays of one length, item by item."""
+    """A dataset of rows of arrays; all arrays have the same length."""
 
     def __init__(self, *columns: Any) -> None:
         self.columns = columns
@@ -111,7 +111,7 @@ class Arrays(Dataset):
 
 
 class Slow(Arrays):
-    """Rows that take a millisecond each, as if they were decoded or fetched."""
+    """A dataset that needs a millisecond for each row, as if it decoded the row."""
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         time.sleep(0.001)

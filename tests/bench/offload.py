@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward pass of a model whose layers lie on the disk, or on the host."""
+"""Benchmark of the forward pass of a model whose layers are on the disk, or on the host."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +22,7 @@ def empty() -> nn.Module:
 
 
 def away(model: nn.Module, where: str) -> af.typing.DeviceMap:
-    """Return a plan in which every unit is on the disk, or on the host."""
+    """Return a device map that puts every unit on the disk, or on the host."""
     budgets = {str(DEVICE): "1GiB", "cpu": "1GiB", "disk": "build"}
     plan = af.plan_devices(model, budgets)
     for unit in plan.units:
@@ -44,7 +44,7 @@ def forward(model: nn.Module) -> Loop:
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return the time that each one's processor takes for a forward pass."""
+    """Measure the time of a forward pass of each contestant."""
     with written() as (ours, others, on_host), ExitStack() as stack:
 
         def placed(plan: af.typing.DeviceMap, weights: Path) -> nn.Module:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures as a table in the terminal, and as the page docs/benchmarks.md."""
+"""Format results of benchmarks: as tables for the terminal, and as docs/benchmarks.md."""
 
 import os
 import platform
@@ -35,7 +35,7 @@ Lightning Fabric. A line shows the time of a hand-written loop](pictures/benchma
 
 
 def table(benchmark: Benchmark, figures: Sequence[Figure]) -> Table:
-    """Return one benchmark's figures for the terminal."""
+    """Return a table with the figures of a benchmark, for the terminal."""
     made = Table(
         title=benchmark.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False
     )
@@ -53,7 +53,7 @@ def page(
     rounds: Mapping[Benchmark, int],
     before: str = "",
 ) -> str:
-    """Return the page; what was not run again is as it was `before`."""
+    """Return the text of the page; sections that did not run are copied from `before`."""
     rows, sections = _parts(before)
     for benchmark, figures in found.items():
         contestant, _ = benchmark.targets[0]
@@ -68,7 +68,7 @@ def page(
             f"{_markdown(cells(benchmark, figures))}\n{machine()}\n"
         )
     names = [each.title for each in SUITE]
-    # those of an accelerator stand behind the CPU's
+    # benchmarks of an accelerator follow those of the CPU
     listed = [
         *(title for title in names if title in sections),
         *(title for title in sections if title not in names),
@@ -79,7 +79,7 @@ def page(
 
 
 def _parts(text: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the rows of a page's overview, and its sections, by title."""
+    """Split a page into the rows of its overview and its sections, by title."""
     rows = {
         m[1]: m[0] for m in re.finditer(r"^\| \[(.+?)\]\(#.*\n", text, re.MULTILINE)
     }
@@ -89,7 +89,7 @@ def _parts(text: str) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def machine() -> str:
-    """Return when and on what the figures were taken."""
+    """Return a sentence: when the benchmarks ran, on what machine, with what versions."""
     versions = ", ".join(f"{name} {version(name)}" for name in _DISTRIBUTIONS)
     cores = len(os.sched_getaffinity(0))
     return (
@@ -100,7 +100,7 @@ def machine() -> str:
 
 
 def cells(benchmark: Benchmark, figures: Sequence[Figure]) -> list[tuple[str, ...]]:
-    """Return a header and a row for each figure."""
+    """Return the cells of a table: a header, and a row for each figure."""
     absolute = benchmark.figure == "itself"
     counted = [
         name
@@ -133,7 +133,7 @@ _COUNTED = {
     "foreseen_bytes": ("bytes foreseen", ",.0f"),
     "foreseen": ("ms foreseen", ".3f"),
 }
-"""What some benchmarks tell beside, under which head and how."""
+"""Columns of only some benchmarks: the heading, and the format of the numbers."""
 _COSTS = {"ratio": "ms a step", "added": "ms", "itself": "ms"}
 
 
@@ -154,7 +154,7 @@ def _middle_half(figure: Figure, benchmark: Benchmark) -> str:
 
 
 def _verdict(benchmark: Benchmark, figure: Figure) -> str:
-    """Say whether a contestant reached its target; nothing of one that has none."""
+    """Return whether a contestant met its target, as text; "" without a target."""
     target = dict(benchmark.targets).get(figure.contestant)
     if target is None:
         return ""

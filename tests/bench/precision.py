@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of a decoder in 16 bits, on an accelerator."""
+"""Benchmark of a step of a decoder in bf16, on an accelerator."""
 
 import torch
 from accelerate import Accelerator
@@ -18,7 +18,7 @@ WIDTH, LAYERS, LENGTH, ROWS = 2048, 2, 1024, 8
 
 
 class Block(nn.Module):
-    """Causal attention with 16 heads, and two layers behind it."""
+    """A decoder block: causal attention with 16 heads, and two linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return features of the shape of those given."""
+        """Return features with the shape of the input."""
         three = self.three(self.norms[0](x)).unflatten(-1, (3, 16, -1))
         query, key, value = three.transpose(1, 3).unbind(2)
         attended = scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -36,12 +36,12 @@ class Block(nn.Module):
 
 
 def decoder() -> nn.Module:
-    """Return 101 million parameters, with a head of 16 classes for each place."""
+    """Return a decoder with 101 million parameters, and 16 classes for each position."""
     return nn.Sequential(*(Block() for _ in range(LAYERS)), nn.Linear(WIDTH, 16))
 
 
 def batches(count: int) -> list[Batch]:
-    """Return that many times the same 8 sequences of 1,024 places."""
+    """Return the same batch of 8 sequences with 1,024 positions a number of times."""
     return [BATCH] * count
 
 
@@ -52,13 +52,13 @@ BATCH = (
 
 
 def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the cross entropy over places."""
+    """Return the mean cross entropy over all positions."""
     inputs, classes = batch
     return cross_entropy(model(inputs).flatten(0, 1), classes.flatten())
 
 
 def by_hand(model: nn.Module) -> Loop:
-    """Train by torch's autocast."""
+    """Return a plain loop with torch.autocast."""
     optimizer = adamw(model.parameters())
 
     def loop(steps: int) -> None:
@@ -73,7 +73,7 @@ def by_hand(model: nn.Module) -> Loop:
 
 
 def ours(*setup: object) -> Loop:
-    """Train a state."""
+    """Return a loop that trains with accelfn and these transforms."""
     state = af.TrainState.create(
         model=decoder, optimizer=adamw, setup=af.chain(*setup), world=alone()
     )
@@ -81,7 +81,7 @@ def ours(*setup: object) -> Loop:
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return what a step costs in bf16, beside that of its hand-written loop."""
+    """Measure the time of a step in bf16, compared with a plain PyTorch loop."""
     fabric = Fabric(accelerator=DEVICE.type, devices=1, precision="bf16-mixed")
     accelerator = Accelerator(mixed_precision="bf16")
     loops = {

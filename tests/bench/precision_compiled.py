@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compiled step of a decoder in 16 and in 8 bits, on an accelerator."""
+"""Benchmark of a compiled step of a decoder in bf16 and in float8, on an accelerator."""
 
 import torch
 from device import there, wait
@@ -12,18 +12,18 @@ from torchao.float8 import convert_to_float8_training
 import accelfn as af
 
 HEAD = str(LAYERS)
-"""Which layer stays in 16 bits; its 16 classes are too few."""
+"""The name of the layer that stays in bf16, because its 16 outputs are too few for float8."""
 
 
 def in_eight_bits() -> nn.Module:
-    """Return the model with products in float8, but for the head's."""
+    """Return the model with matrix products in float8, except in the head."""
     return convert_to_float8_training(
         there(decoder), module_filter_fn=lambda _, name: name != HEAD
     )
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return what a step costs, beside that of a model in bf16 that is compiled by hand."""
+    """Measure the time of a step, compared with torch.compile of the model in bf16."""
     eight = af.autocast("fp8", layers=lambda name, _: name != HEAD)
     loops = {
         "bf16, torch.compile by hand": by_hand(torch.compile(there(decoder))),

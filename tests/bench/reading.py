@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops that read batches and do nothing with them."""
+"""Loops that only read batches."""
 
 import warnings
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ sgd = partial(torch.optim.SGD, lr=0.0)
 
 
 def read(batches: Iterable[object], *, epochs: int = 1) -> Loop:
-    """Return a loop that goes through the batches so many times."""
+    """Return a loop that iterates over the batches `epochs` times."""
 
     def loop(_: int) -> None:
         for _ in range(epochs):
@@ -30,24 +30,24 @@ def read(batches: Iterable[object], *, epochs: int = 1) -> Loop:
 
 
 def read_by_accelfn(dataset: object, *, epochs: int, **options: Any) -> Loop:
-    """Return a loop that reads those epochs of a shuffled dataset, in batches of 32."""
+    """Return a loop that reads epochs of a shuffled dataset with accelfn, in batches of 32."""
     data = af.Data(dataset, global_batch_size=32, shuffle=True, **options)
     return read(af.batches(state_on(data), until_epoch=epochs))
 
 
 def state_on(data: af.Data) -> af.TrainState:
-    """Return a state of next to nothing, that stands at the start of the data."""
+    """Return a state with a tiny model, at the start of the data."""
     model = partial(nn.Linear, 1, 1)
     return af.TrainState.create(model=model, optimizer=sgd, data=data)
 
 
 def prepared(loader: DataLoader) -> Iterable[object]:
-    """Return the loader as Accelerate prepares it."""
+    """Return the loader that Accelerate's `prepare` makes."""
     return Accelerator(cpu=True).prepare(loader)
 
 
 def stateful(dataset: Dataset, **options: Any) -> Iterable[object]:
-    """Return torchdata's loader, in batches of 32."""
-    with warnings.catch_warnings():  # it calls what torch deprecates
+    """Return torchdata's StatefulDataLoader, in batches of 32."""
+    with warnings.catch_warnings():  # torchdata calls a deprecated function of torch
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")
         return StatefulDataLoader(dataset, batch_size=32, shuffle=True, **options)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How time is taken: contestants in turn, in one process, compared round by round.
+"""Measure times: contestants run in turn in one process, and are compared in each round.
 
-A machine is faster or slower from one second to the next, and other programs run on it.
-So no contestant is timed on its own: each round runs a block of every one, and a cost is
-compared with the cost of the same round's base. The order turns round every other time,
-so that a drift within rounds cancels too.
+The speed of a machine changes from one second to the next. So each round runs a block of steps of
+every contestant, and compares its time with that of the base in the same round. Every other round
+runs in reverse order, so that a drift of the speed within rounds cancels.
 """
 
 import gc
@@ -16,7 +15,7 @@ from typing import TypeAlias
 from figures import Figure
 
 Loop: TypeAlias = Callable[[int], object]
-"""Takes that many updates."""
+"""A function that runs a number of updates."""
 
 
 def timed(
@@ -28,14 +27,19 @@ def timed(
     settle: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Return milliseconds a step by contestant, one number a round.
+    """Return the milliseconds of a step by contestant, one number for each round.
 
-    `fence` waits for the other ranks. It is called before a block and, so that the time
-    is that of the slowest rank, at its end. `settle` ends what a block has left, behind it.
-    `clock` tells seconds: those that have passed, or those in which this process computed.
+    Args:
+        loops: the contestants' loops, by name.
+        rounds: the number of rounds.
+        steps: the number of steps of a block.
+        fence: waits for the other ranks, before and at the end of a block. So the time is that
+            of the slowest rank.
+        settle: cleans up after a block, outside of the measured time.
+        clock: returns seconds: elapsed time, or CPU time of this process.
     """
     for loop in loops.values():
-        _block(loop, steps, fence, clock)  # allocate, build, fill caches
+        _block(loop, steps, fence, clock)  # warm up: allocate, build, fill caches
         settle()
     taken: dict[str, list[float]] = {name: [] for name in loops}
     for turn in range(rounds):
@@ -63,7 +67,7 @@ def compared(
     taken: Mapping[str, list[float]],
     how: Callable[[float, float], float] = lambda cost, base: cost / base,
 ) -> list[Figure]:
-    """Compare each contestant with the first, round by round."""
+    """Compare each contestant with the first contestant in each round."""
     base = next(iter(taken.values()))
     figures = []
     for name, costs in taken.items():
@@ -82,6 +86,6 @@ def compared(
 
 
 def itself(cost: float, base: float) -> float:
-    """Return a cost that is compared with nothing."""
+    """Return the cost itself, without a comparison."""
     del base
     return cost

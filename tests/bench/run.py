@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare accelfn's cost with that of other loops: `run.py [--quick] [--device D] [NAME ...]`.
+"""Run the benchmarks, which compare accelfn with other loops.
 
-Prints a table for each benchmark. A run of all of them writes docs/benchmarks.md; one on an
-accelerator, as by `--device cuda:0`, adds its sections.
-Nothing here passes or fails: times are those of one machine on one day.
+`run.py [--quick] [--device D] [NAME ...]` prints a table for each benchmark. A run of all
+benchmarks writes docs/benchmarks.md. A run of some of them, or on an accelerator such as
+`--device cuda:0`, replaces or adds only their sections. Benchmarks do not pass or fail, because
+their times depend on the machine.
 """
 
 import argparse
@@ -26,7 +27,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ALONE = {
     "OMP_NUM_THREADS": "1",  # ranks share the cores
-    "KINETO_LOG_LEVEL": "6",  # the profiler that counts all-reduces says nothing
+    "KINETO_LOG_LEVEL": "6",  # mute the profiler that counts all-reduces
 }
 PAGE = ROOT / "docs" / "benchmarks.md"
 
@@ -47,7 +48,7 @@ def main() -> None:
         parser.error(f"no benchmark {unknown[0]!r}; there are {', '.join(known)}")
     chosen = [known[name] for name in words.names or known]
     rounds = {b: b.quick_rounds if words.quick else b.rounds for b in chosen}
-    console = Console(width=130)  # what the widest table needs, also in a log
+    console = Console(width=130)  # wide enough for the widest table, also in a log file
     found = {}
     for benchmark in chosen:
         found[benchmark] = measured(benchmark, rounds[benchmark], device)
@@ -61,14 +62,14 @@ def main() -> None:
 
 
 def asked_device() -> str:
-    """Return what `--device` names, on which it depends which benchmarks there are."""
+    """Return the value of `--device`; the valid benchmark names depend on the device."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--device", default="cpu")
     return parser.parse_known_args()[0].device
 
 
 def on(device: str) -> tuple[Benchmark, ...]:
-    """Return the benchmarks of a device."""
+    """Return the benchmarks that run on a device."""
     if device == "cpu":
         return SUITE
     name = torch.get_device_module(device).get_device_name(device)
@@ -78,7 +79,7 @@ def on(device: str) -> tuple[Benchmark, ...]:
 
 
 def measured(benchmark: Benchmark, rounds: int, device: str) -> list[Figure]:
-    """Run a benchmark in processes of its own, and return what it found."""
+    """Run a benchmark in new processes, and return its figures."""
     start = [sys.executable]
     if benchmark.nproc:
         start += ["-m", "accelfn", "launch", "--nproc", str(benchmark.nproc)]
@@ -94,8 +95,8 @@ def measured(benchmark: Benchmark, rounds: int, device: str) -> list[Figure]:
 
 
 def on_two_hosts(command: list[str], megabits: int) -> None:
-    """Run a command as one rank on each of two hosts, with a slow cable between them."""
-    sys.path.append(str(ROOT))  # what makes hosts is the tests'
+    """Run a command as one rank on each of two simulated hosts, with a slow link between."""
+    sys.path.append(str(ROOT))  # tests/hosts.py creates the hosts
     from tests.hosts import rank_there, two_hosts
 
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

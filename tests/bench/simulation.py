@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A test of DistributedDataParallel: on simulated ranks, and on processes."""
+"""Benchmark of a test of DistributedDataParallel on simulated ranks and on real processes."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ from tests.internals import World
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return what a test costs, and what a collective does, in milliseconds."""
+    """Measure the time of a test, and of a collective, in milliseconds."""
     tests = {f"simulated, {n} ranks": partial(simulated, n) for n in (2, 4, 8)}
     tests["Gloo processes, 2 kept from before"] = kept
     tests["Gloo processes, 2 spawned"] = spawned
@@ -28,7 +28,7 @@ def measure(rounds: int) -> list[Figure]:
 
 
 def train(world: World) -> float:
-    """Wrap a two-layer network, and take three steps."""
+    """Wrap a two-layer network in DistributedDataParallel, and run three steps."""
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
     wrapped = DistributedDataParallel(model, process_group=world.group)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
@@ -48,7 +48,7 @@ def simulated(size: int, times: int) -> None:
 
 
 def collectives(times: int) -> None:
-    """Call that many collectives in one simulated world."""
+    """Call a number of collectives in one simulated world."""
 
     def body(world: World) -> None:
         numbers = torch.ones(3)
@@ -59,13 +59,13 @@ def collectives(times: int) -> None:
 
 
 def kept(times: int) -> None:
-    """Run the test on Gloo processes that an earlier one has started."""
+    """Run the test on Gloo processes that an earlier test has started."""
     for _ in range(times):
         run_processes(2, train)
 
 
 def spawned(times: int) -> None:
-    """Run the test on Gloo processes that are started for it."""
+    """Run the test on new Gloo processes."""
     for _ in range(times):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

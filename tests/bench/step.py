@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step on batches that are there already, for three models on one process."""
+"""Benchmark of a step for three models, on one process, with batches in memory."""
 
 from accelerate import Accelerator
 from device import DEVICE, IS_CPU, alone, there, wait
@@ -13,7 +13,7 @@ import accelfn as af
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return what a step costs, each model's beside that of its hand-written loop."""
+    """Measure the time of a step of each model, compared with a plain PyTorch loop."""
     found: list[Figure] = []
     fabric = Fabric(accelerator=DEVICE.type, devices=1)
     for name, (model, batches, steps) in MODELS.items():

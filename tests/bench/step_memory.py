@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process takes at its peak to train a model of 42 million parameters.
+"""Benchmark of the peak memory of training a model with 42 million parameters.
 
-Each loop is in a process of its own, which knows its peak memory: `step_memory.py NAME`.
+Each loop runs in a new process, which measures its peak memory: `step_memory.py NAME`.
 """
 
 import subprocess
@@ -26,7 +26,7 @@ STEPS = 3
 
 
 def network() -> nn.Module:
-    """Return the model; its last layer has 2,048 classes, of which 10 are used."""
+    """Return the model; its last layer has 2,048 classes, and targets use 10 of them."""
     layers: list[nn.Module] = []
     for _ in range(LAYERS):
         layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
@@ -52,7 +52,7 @@ LOOPS = {
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return each one's peak, in MiB."""
+    """Measure the peak memory of each loop, in MiB."""
     taken: dict[str, list[float]] = {name: [] for name in LOOPS}
     for _ in range(rounds):
         for name in LOOPS:

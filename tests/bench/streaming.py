@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DiLoCo in fragments that cross while ranks compute, against a step that sends nothing."""
+"""Benchmark of DiLoCo that sends fragments while ranks compute, over a slow link."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from rounds import compared, timed
 import accelfn as af
 
 SYNC_EVERY = 100
-"""As in Douillard et al. 2025, "Streaming DiLoCo with overlapping communication"."""
+"""The value of Douillard et al. 2025, "Streaming DiLoCo with overlapping communication"."""
 SETUPS = {
     "without communication": af.local_sgd(sync_every=10**6),
     "diloco": af.diloco(sync_every=SYNC_EVERY, bits=8),
@@ -24,7 +24,7 @@ SETUPS = {
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return what an update costs; both ranks run the same blocks in the same order."""
+    """Measure the time of an update; both ranks run the same blocks in the same order."""
     with af.World.from_env() as world:
         batches = in_turn(seed=world.rank)
         create = partial(
@@ -34,7 +34,7 @@ def measure(rounds: int) -> list[Figure]:
             name: by_accelfn(create(setup=setup), batches)
             for name, setup in SETUPS.items()
         }
-        # what is on its way at a barrier holds it up: seldom, then
+        # long blocks: an exchange that is still running delays the barrier after a block
         steps = 4 * SYNC_EVERY
         taken = timed(loops, rounds=rounds, steps=steps, fence=dist.barrier)
         return compared(taken)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks: what each is about, and what accelfn has to reach."""
+"""The list of benchmarks on the CPU: what each measures, and accelfn's targets."""
 
 from typing import Literal
 
@@ -8,21 +8,22 @@ import attrs
 
 @attrs.frozen(kw_only=True)
 class Benchmark:
-    """One comparison.
+    """A benchmark, which compares contestants.
 
     Attributes:
-        name: what it is called; `module` measures it.
-        title: what is compared.
-        how: how it is measured, as sentences.
-        targets: by contestant, the largest figure that is good enough.
-        rounds: how often each contestant runs.
-        quick_rounds: how often with `--quick`.
-        figure: what is told of a contestant: the "ratio" of its cost to the base's, what it
-            "added" to that, in ms, or the cost "itself".
-        nproc: how many ranks the launcher starts; None where it starts none.
-        unit: of the cost "itself".
-        megabits: what a link between the two processes carries in a second; None where they
-            have no link of their own.
+        name: the name on the command line of `run.py`.
+        module: the module that measures the benchmark.
+        title: the heading of its section in docs/benchmarks.md.
+        how: sentences for docs/benchmarks.md about how it is measured.
+        targets: contestants of accelfn, each with the largest figure that meets the target.
+        rounds: the number of rounds.
+        quick_rounds: the number of rounds with `--quick`.
+        figure: the figure of a contestant: the "ratio" of its cost to that of the base, the
+            difference in ms ("added"), or the cost "itself".
+        nproc: the number of ranks; None without a launcher.
+        unit: the unit of the cost.
+        megabits: the bandwidth of a link between two processes, in megabits per second; None for
+            processes without such a link.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Benchmark:
 
 
 def _over_a_link(megabits: int, rounds: int) -> Benchmark:
-    """Return the comparison over a link of so many megabits a second."""
+    """Return the benchmark over a link of this bandwidth, in megabits per second."""
     return Benchmark(
         name=f"link_{megabits}",
         module="link",

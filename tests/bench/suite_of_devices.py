@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks of one accelerator, which `run.py --device` measures."""
+"""The list of benchmarks on one accelerator, for `run.py --device`."""
 
 from suite import Benchmark
 
@@ -106,4 +106,4 @@ DEVICES = (
         quick_rounds=4,
     ),
 )
-"""Each has a section of its own beside the CPU's; ranks have one accelerator each."""
+"""Each benchmark has a separate section in docs/benchmarks.md. Each rank uses one accelerator."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write into docs/how-to/communication.md what example 19 finds, over ranks and seeds.
+"""Run example 19 for several numbers of ranks and seeds; write a table of the results.
 
-`python tests/bench/talking_less.py`: a quarter of an hour on one core. Nothing in the table
-depends on the machine's speed: ranks are simulated, and seconds are those of a link.
+`python tests/bench/talking_less.py` writes the table into docs/how-to/communication.md, and needs
+a quarter of an hour on one core. The table does not depend on the machine's speed, because ranks
+are simulated, and the times are those of a network link.
 """
 
 import importlib.util
@@ -25,7 +26,7 @@ BEGIN, END = "<!-- tests/bench/talking_less.py -->", "<!-- end -->"
 
 
 def example() -> ModuleType:
-    """Return example 19."""
+    """Import example 19 as a module."""
     path = ROOT / "examples" / "19_talking_less.py"
     spec = importlib.util.spec_from_file_location("talking_less", path)
     if spec is None or spec.loader is None:
@@ -36,7 +37,7 @@ def example() -> ModuleType:
 
 
 def found(talking: ModuleType, ranks: int, way: str) -> dict[str, list[float]]:
-    """Return what each seed gave, of one way on so many ranks."""
+    """Run one way of communication on a number of ranks; return the values of each seed."""
     seen: dict[str, list[float]] = {"loss": [], "accuracy": [], "MB": [], "seconds": []}
     for seed in SEEDS:
         train = partial(talking.train, way=talking.WAYS[way], seed=seed)
@@ -51,7 +52,7 @@ def found(talking: ModuleType, ranks: int, way: str) -> dict[str, list[float]]:
 
 
 def spread(values: list[float], form: str) -> str:
-    """Return the mean of the seeds, and their standard deviation."""
+    """Return the mean and the standard deviation of the seeds' values, as text."""
     mean, deviation = statistics.mean(values), statistics.stdev(values)
     return f"{mean:{form}} ± {deviation:{form}}"
 
@@ -70,7 +71,7 @@ def row(ranks: int, way: str, seen: dict[str, list[float]]) -> str:
 
 
 def main() -> None:
-    """Write the table between its marks."""
+    """Write the table between its markers in the page."""
     torch.set_num_threads(1)
     head = (
         "ranks",

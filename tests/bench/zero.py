@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of DeepSpeed's ZeRO on two processes, by hand, by Accelerate and by accelfn."""
+"""Benchmark of a step with DeepSpeed's ZeRO, on two processes."""
 
 import os
 import sys
@@ -26,7 +26,8 @@ STAGES = 1, 2, 3
 
 def settings(stage: int) -> dict[str, Any]:
     """Return DeepSpeed's settings, without clipping."""
-    # it would compile C++; the package's own name for the submodule is torch's
+    # Without this, DeepSpeed compiles C++ code. By sys.modules, because the attribute
+    # `deepspeed.comm.torch` is the package torch.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     deepspeed.utils.logger.setLevel("ERROR")
     return {
@@ -40,7 +41,7 @@ def settings(stage: int) -> dict[str, Any]:
 
 
 def by_hand(stage: int, make: Callable[[], nn.Module], batches: Source) -> Loop:
-    """Train as DeepSpeed's tutorial does."""
+    """Return a loop as in DeepSpeed's tutorial."""
     model, config = make(), settings(stage)
     optimizer = adamw(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
@@ -55,7 +56,7 @@ def by_hand(stage: int, make: Callable[[], nn.Module], batches: Source) -> Loop:
 
 
 def by_accelerate(stage: int, make: Callable[[], nn.Module], batches: Source) -> Loop:
-    """Train as Accelerate's tutorial of DeepSpeed does."""
+    """Return a loop as in Accelerate's tutorial for DeepSpeed."""
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     plugin = DeepSpeedPlugin(hf_ds_config=settings(stage))
@@ -75,7 +76,7 @@ def by_accelerate(stage: int, make: Callable[[], nn.Module], batches: Source) ->
 def by_accelfn(
     stage: int, make: Callable[[], nn.Module], batches: Source, world: af.World
 ) -> Loop:
-    """Train a state."""
+    """Return a loop that trains with accelfn."""
     state = af.TrainState.create(
         model=make, optimizer=adamw, setup=af.wrap_deepspeed(stage), world=world
     )
@@ -90,7 +91,7 @@ def by_accelfn(
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return what a step costs at each stage; ranks run the same blocks in the same order."""
+    """Measure the time of a step at each stage; ranks run the same blocks in the same order."""
     with af.World.from_env(device=DEVICE) as world:
         batches, found = in_turn(count=8, seed=world.rank), list[Figure]()
         for stage in STAGES:

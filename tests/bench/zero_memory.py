@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each of two processes takes under DeepSpeed's ZeRO, at its peak.
+"""Benchmark of the peak memory of two processes that train with DeepSpeed's ZeRO.
 
-Each loop is in processes of its own, which know their peak; what they had before the model was
-made is taken off:
-`accelfn launch --nproc 2 zero_memory.py NAME STAGE`.
+Each loop runs in new processes, which measure their peak. The memory before the model was created
+is subtracted: `accelfn launch --nproc 2 zero_memory.py NAME STAGE`.
 """
 
 import os
@@ -22,7 +21,7 @@ from zero import STAGES, by_accelfn, by_hand
 import accelfn as af
 
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
-"""Else the C library keeps some of what is freed, and how much is chance."""
+"""Let the C library return freed memory to the system at once, not a random part of it."""
 
 batches = in_turn(width=WIDTH)
 LOOPS: dict[str, Callable[[int, af.World], Loop]] = {
@@ -32,7 +31,7 @@ LOOPS: dict[str, Callable[[int, af.World], Loop]] = {
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return each one's peak, in MiB."""
+    """Measure the peak memory of each loop, in MiB."""
     return [figure for stage in STAGES for figure in _of(stage, rounds)]
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs that tests must find; `python -m tests.mutants` plants them one by one.
+"""Mutation tests: `python -m tests.mutants` inserts bugs, one by one, that tests must find.
 
-A law whose test cannot fail proves nothing. `table.tsv` has a row for each bug: the function that
-has it, what is changed there, and the test that must fail. The hunt gives each test as many
-examples as CI does. A bug is found if the test's own assertion fails, or if accelfn refuses what
-the bug leads to. Any other crash finds nothing.
+A property test that cannot fail proves nothing. Each row of `table.tsv` is a bug (a mutant): the
+function, the change of its code, and the test that must fail. Each test runs as many Hypothesis
+examples as in CI. A bug is found if an assertion of the test fails, or if accelfn raises an
+accelfn error. Any other exception does not count.
 
-To add a bug, add a row next to those of its test, with an empty last cell. `change`, `places` and
-`cases` say how the first three cells are written. `operators` makes random bugs, which need no row.
+To add a bug, add a row next to those of the same test, with an empty last cell. See `places`,
+`change` and `cases` for the format of the first three cells. `operators` creates random bugs,
+which need no row.
 """

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plant every mutant, and print whether its test found it and after how many examples.
+"""Insert every mutant; print whether its test found the bug, and after how many examples.
 
-Arguments are names of test files, as `test_diloco`: their mutants alone. A hunt of all that finds
-all writes the numbers of examples into the table. `--random 100 --seed 1 engine` plants random
-slips in a folder of the package instead, and `--file BUGS` those of a file; see `search`.
+Pass names of test files, such as `test_diloco`, to run only their mutants. If all mutants ran and
+were found, their numbers of examples are written into the table. `--random 100 --seed 1 engine`
+inserts 100 random bugs into a folder of the package instead. `--file BUGS` inserts the bugs of a
+file; see `search`.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from tests.mutants import profile
 
 
 def main() -> int:
-    """Return how many mutants survived."""
+    """Run the command line; return how many mutants no test found."""
     profile.load()
     from tests.mutants.hunt import hunt
     from tests.mutants.table import read_table, write_table
@@ -43,7 +44,9 @@ def main() -> int:
     homes = [mutant.module.rpartition(".")[2] for mutant in mutants]
     unknown = [word for word in words if word not in homes]
     if unknown:
-        console.print(f"{unknown[0]} finds no mutant: expected words as test_diloco")
+        console.print(
+            f"{unknown[0]}: expected a test file with mutants, like test_diloco"
+        )
         return 1
     for mutant, home in zip(mutants, homes, strict=True):
         if words and home not in words:
@@ -72,7 +75,7 @@ def main() -> int:
 
 
 def _search(console: Console, asked: argparse.Namespace) -> int:
-    """Return how many bugs no test found."""
+    """Run the tests on random bugs, or on those of a file; return how many were not found."""
     from tests.mutants.search import draw_bugs, read_bugs, search
 
     folder = asked.words[0] if asked.words else ""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests and their arguments by pytest's ids: `test_ring::test_masks[causal]`.
+"""Find a test and its arguments by pytest's id, such as `test_ring::test_masks[causal]`.
 
-A folder comes first where several have a file of that name: `laws.test_ring::test_masks`.
+If several folders have a file of that name, add the folder: `laws.test_ring::test_masks`.
 """
 
 import functools
@@ -29,24 +29,24 @@ class Case:
 
 
 def find_module(case: str) -> str:
-    """Return the module of a case, by the id of the case.
+    """Return the name of the module of a test, given the test's id.
 
     Raises:
-        LookupError: no file of tests has the name, or several have.
+        LookupError: no test file has the name, or several test files have the name.
     """
     file = case.partition("::")[0]
     found = [each for each in _modules() if f".{each}".endswith(f".{file}")]
     if len(found) != 1:
-        msg = f"{file!r} is the name of {len(found)} files of tests, expected one: {found}"
+        msg = f"{file!r} is the name of {len(found)} test files, expected one: {found}"
         raise LookupError(msg)
     return found[0]
 
 
 def find_case(case: str) -> Case:
-    """Return the test that has an id, and its arguments.
+    """Return the test with this id, and the test's arguments.
 
     Raises:
-        LookupError: there is no such test, or it has no such parameters.
+        LookupError: the test does not exist, or does not have these parameters.
     """
     name, _, parameters = case.partition("::")[2].partition("[")
     test = getattr(importlib.import_module(find_module(case)), name, None)
@@ -62,7 +62,7 @@ def find_case(case: str) -> Case:
 
 @functools.cache
 def args_by_id(test: Callable[..., None]) -> dict[str, dict[str, Any]]:
-    """Return all arguments that pytest gives a test, by the id in brackets."""
+    """Return the arguments of each parametrization of a test, by the id in brackets."""
     marks = [
         each for each in getattr(test, "pytestmark", []) if each.name == "parametrize"
     ]
@@ -76,7 +76,7 @@ def args_by_id(test: Callable[..., None]) -> dict[str, dict[str, Any]]:
 def _parametrized(
     names: str | Sequence[str], rows: Iterable[Any], ids: Any = None
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Return the id and the arguments of each row of a parametrization."""
+    """Return the id and the arguments for each row of a `pytest.mark.parametrize`."""
     if isinstance(names, str):
         names = names.replace(" ", "").split(",")
     listed = None if ids is None or callable(ids) else list(ids)
@@ -94,7 +94,7 @@ def _parametrized(
 
 
 def _id(name: str, value: Any, index: int, ids: Any) -> str:
-    """Return what pytest calls a value."""
+    """Return the id that pytest creates for a parameter's value."""
     said = ids(value) if callable(ids) else None
     value = value if said is None else said
     if isinstance(value, bytes):
@@ -112,7 +112,7 @@ def _escaped(text: str) -> str:
 
 
 def _told_apart(ids: list[str]) -> list[str]:
-    """Return ids with numbers behind those that occur several times."""
+    """Append numbers to ids that occur several times, as pytest does."""
     counts, numbers = Counter(ids), Counter[str]()
     found = []
     for each in ids:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bug as a change of a function's syntax tree: `old → new`.
+"""Change the syntax tree of a function, to insert a bug: `old → new`.
 
-`old` and `new` are expressions or statements. Their layout, quotes and parentheses do not matter.
-Decorators and docstrings of the function do not count. `old` must occur exactly once.
+`old` and `new` are expressions or statements. Layout, quotes and parentheses do not matter.
+Decorators and docstrings of the function are ignored. `old` must occur exactly once.
 
-`⏎` is the end of a line. `if ready: ...` as `old` means only the head of that statement: the body
-and the `else` stay. `...` in `new` is that body: `if ready: ... → ...` drops the condition.
-`pass` as `new` deletes the statements. `seed=1 → seed=2` also changes an argument of a call,
-given by name, and `seed=1 → pass` deletes it.
+`⏎` is the end of a line. `if ready: ...` as `old` matches only the condition: the body and the
+`else` do not change. `...` in `new` is that body, so `if ready: ... → ...` removes the condition.
+`pass` as `new` deletes the statements. `seed=1 → seed=2` also changes a keyword argument of a
+call, and `seed=1 → pass` deletes the argument.
 """
 
 import ast
@@ -22,7 +22,7 @@ _CONTEXT = re.compile(r", ctx=\w+\(\)")
 
 
 def change_function(function: Function, change: str) -> Function:
-    """Return `function` with `change` in it; its tree is changed in place.
+    """Apply a change to the syntax tree of a function, in place; return the tree.
 
     Raises:
         ValueError: `old` does not occur in the function exactly once.
@@ -49,7 +49,7 @@ def change_function(function: Function, change: str) -> Function:
 
 
 def plain(function: Function) -> Function:
-    """Return a function without decorators and docstrings, in place."""
+    """Remove decorators and docstrings from a function's tree, in place; return the tree."""
     function.decorator_list = []
     for node in ast.walk(function):
         if isinstance(node, Function | ast.ClassDef) and _has_docstring(node):
@@ -58,7 +58,7 @@ def plain(function: Function) -> Function:
 
 
 def drop_passes(tree: Any) -> Any:
-    """Delete `pass` next to other statements, in place."""
+    """Delete each `pass` that is next to other statements, in place; return the tree."""
     for body in _statement_lists(tree):
         if len(body) > 1:
             kept = [each for each in body if not isinstance(each, ast.Pass)]
@@ -67,12 +67,12 @@ def drop_passes(tree: Any) -> Any:
 
 
 def dump(node: ast.AST) -> str:
-    """Return the text by which equal trees are known, be they read or written."""
+    """Return a text that is the same for equal trees, even as target of an assignment."""
     return _CONTEXT.sub("", ast.dump(node))
 
 
 def is_head(node: ast.AST) -> bool:
-    """Whether a statement stands for its head alone, as `if ready: ...`."""
+    """Return whether a statement has only `...` as its body, such as `if ready: ...`."""
     body = getattr(node, "body", None)
     return isinstance(body, list) and len(body) == 1 and _is_ellipsis(body[0])
 
@@ -109,7 +109,7 @@ def _statement_lists(tree: ast.AST) -> Iterator[list[Any]]:
 def _expression_slots(
     tree: ast.AST, old: ast.expr
 ) -> Iterator[tuple[ast.AST, str, int]]:
-    """Yield node, field and index of each expression equal to `old`; index -1: no list."""
+    """Yield where expressions equal to `old` are: node, field, and index (-1 if not a list)."""
     kind, text = type(old), dump(old)
     for node in ast.walk(tree):
         for field, value in ast.iter_fields(node):
@@ -122,7 +122,7 @@ def _expression_slots(
 def _statement_slots(
     tree: ast.AST, old: Sequence[ast.stmt]
 ) -> Iterator[tuple[ast.AST, str, int]]:
-    """Yield node, field and first index of each run of statements equal to `old`."""
+    """Yield where statements equal to `old` are: node, field and first index."""
     named = _as_keywords(old)
     for node in ast.walk(tree):
         if named and isinstance(node, ast.Call):
@@ -138,7 +138,7 @@ def _statement_slots(
 
 
 def _as_keywords(statements: Sequence[Any]) -> list[ast.keyword]:
-    """Return what assignments `name=value` are as arguments of a call; none, if one is not."""
+    """Convert assignments to keyword arguments; return [] for other statements."""
     named = [
         ast.keyword(each.targets[0].id, each.value)
         for each in statements
@@ -179,7 +179,7 @@ def _replace_expression(parent: Any, field: str, index: int, new: ast.expr) -> N
 
 
 def _set_context(node: Any, context: ast.expr_context | None) -> None:
-    """Make an expression a target of an assignment, where the replaced one was."""
+    """Set the context of an expression (load or store) to that of the replaced one."""
     if context is not None and hasattr(node, "ctx"):
         node.ctx = context
         inner = [node.value] if isinstance(node, ast.Starred) else []

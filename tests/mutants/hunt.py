@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hunt: does a test fail while a bug is planted, and after how many examples?"""
+"""`hunt`: insert a bug and run its test; does the test fail, and after how many examples?"""
 
 import functools
 import inspect
@@ -20,19 +20,19 @@ from tests.budget import budgeted
 from tests.mutants.mutant import Mutant, planted
 
 FOUND = (AssertionError, af.errors.Error, pytest.fail.Exception)
-"""How a test says that it is broken; any other error is the bug's own, and kills nothing."""
+"""The exceptions of a test that found a bug. Any other exception is a crash from the bug."""
 
 
 @attrs.frozen
 class Outcome:
-    """What became of a mutant.
+    """The result of running a mutant's test.
 
     Attributes:
         mutant: the bug.
-        killed: whether the test found it, be it in one way of several.
-        told: how the test failed, if it did.
-        examples: that the test tried.
-        seconds: that it took.
+        killed: whether the test found the bug, with at least one of its failures.
+        told: the error of the test; "" if it did not fail.
+        examples: the number of examples that the test ran.
+        seconds: how long the test ran.
     """
 
     mutant: Mutant
@@ -43,8 +43,8 @@ class Outcome:
 
 
 def hunt(mutant: Mutant) -> Outcome:
-    """Plant a bug and run its test in a process of their own, which they may leave in a mess."""
-    _ = mutant.code(), mutant.args  # or it says here that it cannot be planted
+    """Insert a bug and run its test, in a forked process, which the bug may damage."""
+    _ = mutant.code(), mutant.args  # raises here if the bug does not fit the code
     ours, theirs = Pipe(duplex=False)
     process = os.fork()
     if process == 0:
@@ -67,7 +67,7 @@ def hunt(mutant: Mutant) -> Outcome:
 
 
 def _hunted(mutant: Mutant) -> dict[str, Any]:
-    """Return what became of a mutant in this process."""
+    """Run a mutant's test in this process; return the fields of its `Outcome`."""
     error: BaseException | None = None
     budgeted(mutant.test)
     start = time.perf_counter()
@@ -78,7 +78,7 @@ def _hunted(mutant: Mutant) -> dict[str, Any]:
     ):
         try:
             mutant.test(**mutant.args, **fixtures)
-        except (Exception, pytest.fail.Exception) as raised:  # noqa: BLE001 - it is judged
+        except (Exception, pytest.fail.Exception) as raised:  # noqa: BLE001 - checked below
             error = raised
     said = str(error or "").strip().partition("\n")[0]
     return {
@@ -97,7 +97,7 @@ def _is_found(error: BaseException | None) -> bool:
 
 @contextmanager
 def lent(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
-    """Lend a test what it asks pytest for: an empty directory, and what puts things back."""
+    """Yield the fixtures that a test needs: `tmp_path` and `monkeypatch`."""
     asked = inspect.signature(test).parameters
     with TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         there = {"tmp_path": Path(directory), "monkeypatch": patch}
@@ -106,10 +106,10 @@ def lent(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _counting(test: Callable[..., None]) -> Iterator[list[None]]:
-    """Note every example that a test tries."""
+    """Yield a list that gets one entry for each example that a test runs."""
     tried: list[None] = []
     handle = getattr(test, "hypothesis", None)
-    if handle is None:  # a test without examples is one
+    if handle is None:  # a test without Hypothesis counts as one example
         yield [None]
         return
     inner = handle.inner_test

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mutant: one function of accelfn with one bug in it, and the test that must find it.
+"""A mutant: a function of accelfn with one bug, and the test that must find the bug.
 
-A bug is planted by giving the function the changed code, so that whoever imported it has the
-bug, and taken out by giving the function its own code back.
+To insert a bug, the function's `__code__` is replaced. So modules that have already imported the
+function also have the bug. Afterwards the original `__code__` is restored.
 """
 
 import ast
@@ -25,11 +25,11 @@ class Mutant:
 
     Attributes:
         place: the qualified name of the function that has the bug; see `places`.
-        change: what is changed in it, as `old → new`; see `change`.
+        change: the change of the function, as `old → new`; see `change`.
         case: pytest's id of the test that must fail; see `cases`.
-        law: the number of the law that the test belongs to; "" if it belongs to none.
-        says: what is wrong, in a sentence that no other row has.
-        examples: how many the test needed when all mutants were hunted last; "" if it was not.
+        law: the number of the law that the test checks; "" if the test checks no law.
+        says: a sentence about the wrong behavior; different for each row.
+        examples: how many examples the test needed when all mutants last ran; "" if unknown.
     """
 
     place: str
@@ -41,17 +41,17 @@ class Mutant:
 
     @property
     def module(self) -> str:
-        """The module of its test, which is not imported."""
+        """The name of the test's module; the module is not imported."""
         return self._looked_up(find_module, self.case)
 
     @property
     def test(self) -> Callable[..., None]:
-        """It must fail."""
+        """The test that must fail."""
         return self._found_case.test
 
     @property
     def args(self) -> dict[str, Any]:
-        """The arguments that pytest gives the test, but for what it lends."""
+        """The parametrized arguments of the test, without fixtures."""
         return self._found_case.args
 
     @property
@@ -63,13 +63,13 @@ class Mutant:
         """Return the function's code with the bug in it.
 
         Raises:
-            ValueError: the function has not the part that was to be changed, or has it twice.
+            ValueError: the code to change does not occur exactly once in the function.
         """
         place = self._found_place
         try:
             changed = change_function(place.node, self.change)
         except (ValueError, SyntaxError) as error:
-            msg = f"mutant {self.says!r}: {error}. Plant the bug anew in the table."
+            msg = f"mutant {self.says!r}: {error}. Update its row in table.tsv."
             raise ValueError(msg) from error
         return compile_function(place.function, changed)
 
@@ -90,7 +90,7 @@ class Mutant:
 
 
 def compile_function(function: FunctionType, changed: Function) -> CodeType:
-    """Return the code of a function's changed syntax tree."""
+    """Compile a changed syntax tree of a function; return the function's code object."""
     tree = ast.fix_missing_locations(ast.Module([changed], []))
     whole = compile(tree, inspect.getsourcefile(function) or "", "exec")
     return next(
@@ -102,7 +102,7 @@ def compile_function(function: FunctionType, changed: Function) -> CodeType:
 
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
-    """Let accelfn have the bug inside a `with` block."""
+    """Insert the bug inside a `with` block."""
     function, bug = mutant.function, mutant.code()
     own, function.__code__ = function.__code__, bug
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slips that a function admits: one operator, number, condition or call is changed."""
+"""Random bugs: changes of one operator, number, condition or call of a function."""
 
 import ast
 import copy
@@ -31,11 +31,11 @@ _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.BitOr: ast.BitAnd,
 }
 _TEXTS = {"msg", "advise"}
-"""Names whose statements hold a message for people."""
+"""Statements with these names only create messages, and are not changed."""
 
 
 def possible_changes(place: Place) -> Iterator[str]:
-    """Yield all changes of one operator, number, condition or call of a function."""
+    """Yield every possible change of one operator, number, condition or call."""
     for statement in ast.walk(place.node):
         if not isinstance(statement, ast.stmt) or _is_text(statement):
             continue
@@ -46,13 +46,16 @@ def possible_changes(place: Place) -> Iterator[str]:
             change = f"{ast.unparse(head)} → {ast.unparse(new)}"
             try:
                 change_function(place.node, change)
-            except (SyntaxError, ValueError):  # twice in this function
+            except (
+                SyntaxError,
+                ValueError,
+            ):  # the statement occurs twice in the function
                 continue
             yield change
 
 
 def _is_text(statement: ast.stmt) -> bool:
-    """Whether a statement only makes a message, or raises it."""
+    """Return whether a statement only creates or raises an error message."""
     if isinstance(statement, ast.Raise):
         return True
     names = {each.id for each in ast.walk(statement) if isinstance(each, ast.Name)}
@@ -61,7 +64,7 @@ def _is_text(statement: ast.stmt) -> bool:
 
 
 def _head(statement: ast.stmt) -> ast.stmt | None:
-    """Return a statement without its body; None for definitions and other blocks."""
+    """Return a statement with `...` as its body; None for definitions and other blocks."""
     if isinstance(statement, ast.If | ast.While):
         return type(statement)(statement.test, [ast.Expr(ast.Constant(...))], [])
     return None if hasattr(statement, "body") else statement
@@ -80,7 +83,7 @@ def _variants(head: ast.stmt) -> Iterator[ast.stmt]:
 
 
 def _changes_of(node: ast.AST) -> Iterator[tuple[str, Any]]:
-    """Yield attributes of a node with a new value for each."""
+    """Yield each attribute of a node that can change, with its new value."""
     if isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign):
         swap = _SWAPS.get(type(node.op))
         if swap is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of accelfn by their qualified names, in whichever module they are.
+"""Find functions of accelfn by their qualified names, in any module.
 
-`Failure.exit_code` is a method. If several modules have the name, a part of the module's path says
-which one is meant: `launching:read`, or `launching.file:read`.
+`Failure.exit_code` is a method. If several modules have a function of that name, add a part of the
+module's path: `launching:read`, or `launching.settings:read`.
 """
 
 import ast
@@ -29,9 +29,9 @@ class Place:
     """A function of accelfn.
 
     Attributes:
-        module: that it is in.
-        name: its qualified name.
-        source: its text, without decorators.
+        module: the name of the function's module.
+        name: the qualified name of the function.
+        source: the source text, without decorators.
     """
 
     module: str
@@ -40,14 +40,14 @@ class Place:
 
     @property
     def node(self) -> Function:
-        """Its syntax tree, a new one each time."""
+        """A new copy of the function's syntax tree."""
         is_indented = self.source.startswith(" ")
         tree = ast.parse(f"if True:\n{self.source}" if is_indented else self.source)
         return tree.body[0].body[0] if is_indented else tree.body[0]
 
     @property
     def function(self) -> FunctionType:
-        """The function itself: of a property its getter, of a wrapped function the inner one."""
+        """The function object: for a property its getter, for a wrapper the inner function."""
         owner: Any = importlib.import_module(self.module)
         *classes, name = self.name.split(".")
         for each in classes:
@@ -65,7 +65,7 @@ def find_place(text: str) -> Place:
     """Return the function that a row of the table names.
 
     Raises:
-        LookupError: accelfn has no such function, or several.
+        LookupError: accelfn has no function of this name, or several.
     """
     path, _, name = text.rpartition(":")
     modules = _modules_by_function().get(name.rpartition(".")[2], [])
@@ -80,19 +80,19 @@ def find_place(text: str) -> Place:
     said = ", ".join(each.module for each in found)
     msg = (
         f"accelfn has {len(found)} functions {text!r}, in {said}."
-        f" Write a part of the module's path before it, as `step:{name}`."
+        f" Write a part of the module's path before the name, such as `step:{name}`."
     )
     raise LookupError(msg)
 
 
 def all_places() -> list[Place]:
-    """Return the functions of accelfn that have a name of their own in their module."""
+    """Return the functions of accelfn whose qualified name is unique in their module."""
     named = [found for module in _sources() for found in _functions(module).values()]
     return [found[0] for found in named if len(found) == 1]
 
 
 def _cached_by_attrs(owner: Any) -> dict[str, FunctionType]:
-    """Return the functions of cached properties, which attrs keeps for a class with slots."""
+    """Return the functions of cached properties, which attrs stores for a slotted class."""
     getter = owner.__getattr__
     getter = inspect.getclosurevars(getter).nonlocals.get("missing", getter)
     return getter.__globals__["cached_properties"]
@@ -100,7 +100,7 @@ def _cached_by_attrs(owner: Any) -> dict[str, FunctionType]:
 
 @functools.cache
 def _sources() -> dict[str, str]:
-    """Return the text of each module."""
+    """Return the source text of each module of accelfn."""
     paths = sorted(_ROOT.rglob("*.py"))
     return {_module_of(path): path.read_text() for path in paths}
 
@@ -112,7 +112,7 @@ def _module_of(path: Path) -> str:
 
 @functools.cache
 def _modules_by_function() -> dict[str, list[str]]:
-    """Return the modules that may have a function of a name, found without parsing them."""
+    """Return, by function name, the modules that may define the function (found by regex)."""
     found: dict[str, list[str]] = {}
     for module, text in _sources().items():
         for name in dict.fromkeys(re.findall(r"\bdef (\w+)", text)):

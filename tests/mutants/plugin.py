@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plugin of pytest that plants a bug for a whole run, or notes which tests enter functions.
+"""A pytest plugin that inserts a bug for a whole run, or records which tests call functions.
 
-`python -m tests.mutants --random` and `--file` start such runs; see `search`.
+`python -m tests.mutants --random` and `--file` start pytest with this plugin; see `search`.
 """
 
 import ast
@@ -16,14 +16,14 @@ from tests.mutants.mutant import compile_function
 from tests.mutants.places import find_place
 
 BUG = "ACCELFN_BUG"
-"""Variable: the bug to plant, as JSON of its place and its change."""
+"""Environment variable: the bug to insert, as JSON of its place and its change."""
 PLACES = "ACCELFN_PLACES"
-"""Variable: the places to watch, as JSON, and the directory to write what entered them to."""
+"""Environment variable, as JSON: the functions to watch, and the directory for the records."""
 _entered: dict[str, dict[str, None]] = {}
 
 
 def pytest_configure() -> None:
-    """Give functions their changed code, in this process and so in what it forks."""
+    """Replace the code of functions, in this process and so in its forked processes."""
     if BUG in os.environ:
         place, change = json.loads(os.environ[BUG])
         found = find_place(place)
@@ -38,7 +38,7 @@ def pytest_configure() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Write what was noted."""
+    """Write the record of tests by function to a file."""
     if PLACES in os.environ:
         path = Path(json.loads(os.environ[PLACES])[1], f"{os.getpid()}.json")
         path.write_text(json.dumps({place: [*t] for place, t in _entered.items()}))
@@ -47,13 +47,13 @@ def pytest_sessionfinish() -> None:
 def plant(
     function: FunctionType, changed: ast.FunctionDef | ast.AsyncFunctionDef
 ) -> None:
-    """Give a function the code of a changed syntax tree."""
+    """Replace a function's code by that of a changed syntax tree."""
     function.__code__ = compile_function(function, changed)
 
 
 def note(place: str) -> None:
-    """Note that the test that runs now has entered a function."""
+    """Record that the current test has called a function."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-    test = re.sub(r"@[^@\]]*$", "", test)  # its group, if tests run side by side
+    test = re.sub(r"@[^@\]]*$", "", test)  # remove the group that xdist appends
     if test:
         _entered.setdefault(place, {})[test] = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hypothesis draws in a hunt: as much as in CI, and nothing to shrink what it found."""
+"""The Hypothesis profile for mutation tests: as many examples as in CI, without shrinking."""
 
 from hypothesis import HealthCheck, Phase, settings
 
@@ -7,11 +7,11 @@ from tests.internals import register_profiles
 
 
 def load() -> None:
-    """Load the profile; before laws are imported, which take it over."""
+    """Load the profile; call this before property tests are imported."""
     register_profiles(replace=True)
     settings.register_profile(
         "mutants",
-        parent=settings.get_profile("ci"),  # what CI draws, and as many
+        parent=settings.get_profile("ci"),  # the same examples as in CI
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs that no row of the table has: does any test of the suite find them?
+"""Search: does any test of the suite find bugs that are not in the table?
 
-The fast tests run once to note which tests enter the functions with bugs. Then each bug is
-planted for a run of the tests that enter its function, those first that enter the fewest.
+First, all fast tests run once, to record which tests call the functions with bugs. Then, for each
+bug, the tests that call its function run with the bug inserted. Tests that call the fewest of the
+functions run first.
 """
 
 import json
@@ -29,18 +30,18 @@ _PARALLEL = "3"
 _PYTEST = (
     *(sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants.plugin"),
     *("-p", "no:cacheprovider", "-m", "not slow", "--hypothesis-profile=ci"),
-    "--ignore=tests/ranks",  # their functions run in other processes
+    "--ignore=tests/ranks",  # these tests call the functions in other processes
 )
 
 
 @attrs.frozen
 class Bug:
-    """A bug to look for.
+    """A bug that a test may find.
 
     Attributes:
-        place: the qualified name of the function that has it; see `places`.
-        change: what is changed in it, as `old → new`; see `change`.
-        says: what is wrong.
+        place: the qualified name of the function that has the bug; see `places`.
+        change: the change of the function, as `old → new`; see `change`.
+        says: a sentence about the wrong behavior.
     """
 
     place: str
@@ -49,18 +50,14 @@ class Bug:
 
 
 def read_bugs(path: Path) -> list[Bug]:
-    """Read bugs from lines of place, change and sentence between tabs.
-
-    Raises:
-        LookupError, ValueError: a bug does not fit its function.
-    """
+    """Read bugs from a file. Each line has place, change and sentence, separated by tabs."""
     return [Bug(*line.split("\t")) for line in path.read_text().splitlines() if line]
 
 
 def draw_bugs(count: int, seed: int, folder: str) -> list[Bug]:
-    """Draw random slips of one operator, number, condition or call in a folder's functions."""
+    """Draw random bugs in the functions of a folder; see `operators`."""
     places = [p for p in all_places() if f"accelfn.{folder}" in p.module]
-    choose = random.Random(seed)  # noqa: S311 - a choice of bugs, no secret
+    choose = random.Random(seed)  # noqa: S311 - not for cryptography
     bugs: list[Bug] = []
     while len(bugs) < count:
         place = choose.choice(places)
@@ -71,7 +68,7 @@ def draw_bugs(count: int, seed: int, folder: str) -> list[Bug]:
 
 
 def search(bugs: Sequence[Bug]) -> Iterator[tuple[Bug, str]]:
-    """Yield each bug with the test that found it, "" if none did."""
+    """Yield each bug with the test that found it; "" if no test did."""
     reaching = _tests_by_place({each.place for each in bugs})
     reach = Counter(test for tests in reaching.values() for test in tests)
 
@@ -84,7 +81,7 @@ def search(bugs: Sequence[Bug]) -> Iterator[tuple[Bug, str]]:
 
 
 def _tests_by_place(places: set[str]) -> dict[str, list[str]]:
-    """Run the fast tests, and return by place the tests that enter it."""
+    """Run the fast tests; return, for each function, the tests that call it."""
     with TemporaryDirectory() as directory:
         watched = json.dumps([sorted(places), directory])
         side_by_side = "-n", _PARALLEL, "--dist", "loadgroup"
@@ -102,7 +99,7 @@ def _tests_by_place(places: set[str]) -> dict[str, list[str]]:
 
 
 def _first_failure(bug: Bug, tests: Sequence[str]) -> str:
-    """Plant a bug, and return the test that fails first, or ""."""
+    """Run tests with a bug inserted; return the first test that fails, or ""."""
     if not tests:
         return ""
     planted = os.environ | {BUG: json.dumps([bug.place, bug.change])}
@@ -117,7 +114,9 @@ def _first_failure(bug: Bug, tests: Sequence[str]) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"a test that takes longer than {_SECONDS} s: try the bug by itself"
-    if done.returncode == pytest.ExitCode.USAGE_ERROR:  # a test's name has odd letters
+    if (
+        done.returncode == pytest.ExitCode.USAGE_ERROR
+    ):  # pytest cannot parse a test's id
         files = dict.fromkeys(test.partition("::")[0] for test in tests)
         return _first_failure(bug, [*files]) if [*files] != [*tests] else ""
     if done.returncode == 0:

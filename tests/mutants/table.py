@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of all mutants, `table.tsv`: a row for each, cells between tabs."""
+"""Read and write `table.tsv`, which has a row for each mutant, with cells between tabs."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,16 +13,16 @@ _HEAD = "place\tchange\ttest\tlaw\twhat is wrong\texamples"
 
 
 def read_table() -> list[Mutant]:
-    """Return all mutants.
+    """Read all mutants.
 
     Raises:
-        ValueError: a row has not as many cells as the head.
+        ValueError: a row does not have the same number of cells as the header.
     """
     return [_mutant(number, row) for number, row in enumerate(_rows(), start=2)]
 
 
 def write_table(mutants: Iterable[Mutant]) -> None:
-    """Write all mutants."""
+    """Write the table with these mutants."""
     rows = ["\t".join(attrs.astuple(each)) for each in mutants]
     PATH.write_text("\n".join([_HEAD, *rows, ""]), encoding="utf-8")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants fit what they are planted in, go without a trace, and leave no law untried."""
+"""Test the mutants: they match the code, are removed completely, and cover every law's test."""
 
 import importlib
 import inspect
@@ -31,7 +31,7 @@ UNTRIED = {
     ),
     "test_coupled_losses::test_real_ranks_gather_uneven_shares": "runs in other processes",
 }
-"""Laws without a mutant, and why."""
+"""Tests of laws without a mutant, each with the reason."""
 
 
 MUTANTS = read_table()
@@ -49,7 +49,7 @@ def id_of(module: str, name: str) -> str:
 
 
 def test_every_row_fits() -> None:
-    """Each row names one function, and what it changes is there once."""
+    """Each row of the table names one function, and its code to change occurs there once."""
     stale = [said for each in MUTANTS if (said := why_stale(each))]
     assert not stale, "\n".join(stale)
 
@@ -64,7 +64,7 @@ def why_stale(mutant: Mutant) -> str:
 
 @pytest.mark.slow
 def test_mutants_come_and_go() -> None:
-    """The function has other code while the bug is in it, and its very own before and after."""
+    """While a bug is inserted, the function has other code; then its own code object again."""
     for mutant in MUTANTS:
         own = mutant.function.__code__
         with planted(mutant):
@@ -74,7 +74,7 @@ def test_mutants_come_and_go() -> None:
 
 
 def test_mutants_name_their_tests() -> None:
-    """Each test is there with its parameters; one of a law is with the laws, and says which."""
+    """Each test exists with its parameters; a row has a law exactly if its test is in laws/."""
     for mutant in MUTANTS:
         assert (mutant.law == "") != mutant.module.startswith("tests.laws."), (
             mutant.says
@@ -86,12 +86,12 @@ def test_mutants_name_their_tests() -> None:
 
 
 def test_sentences_differ() -> None:
-    """Each mutant says something of its own, which it is found by."""
+    """Each mutant has a different sentence, which identifies the mutant."""
     assert len({each.says for each in MUTANTS}) == len(MUTANTS)
 
 
 def test_every_law_has_a_mutant() -> None:
-    """Every test of a law is there to find a bug that is here, or says why not."""
+    """Every test in tests/laws finds at least one mutant, or is in UNTRIED with a reason."""
     found = set()
     for each in pkgutil.iter_modules(tests.laws.__path__):
         if each.name.startswith("test_"):
@@ -117,13 +117,13 @@ def test_every_law_has_a_mutant() -> None:
     ],
 )
 def test_a_bug_is_found(says: str) -> None:
-    """The hunt finds some of them at once; `nox -s mutants` tries them all."""
+    """A few mutants are found; `nox -s mutants` runs all of them."""
     (mutant,) = [each for each in MUTANTS if each.says == says]
     assert hunt(mutant).killed
 
 
 def test_a_random_bug_is_one_slip() -> None:
-    """Each change of a function is one call, condition, comparison or number."""
+    """Each random bug changes only one call, condition, comparison or number."""
     changes = {*possible_changes(find_place("collectives:sum_"))}
 
     assert "dist.all_reduce(flat, group=world.group) → pass" in changes
@@ -132,12 +132,12 @@ def test_a_random_bug_is_one_slip() -> None:
 
 
 def test_what_is_no_bug_survives() -> None:
-    """A change that changes nothing is not found, and a stale one is refused."""
+    """A change without an effect is not found; a change that does not match raises an error."""
     outcome = hunt(HARMLESS)
     assert not outcome.killed
     assert outcome.told == ""
     assert outcome.examples > 1
-    with pytest.raises(ValueError, match="0 times, expected once. Plant the bug anew"):
+    with pytest.raises(ValueError, match="0 times, expected once. Update its row"):
         attrs.evolve(HARMLESS, change="no_such_line → pass").code()
 
 
@@ -149,14 +149,14 @@ def test_what_is_no_bug_survives() -> None:
     ],
 )
 def test_a_row_names_one_function(place: str, said: str) -> None:
-    """A row whose function is gone, or has a namesake, is named."""
+    """An error names the row if its function does not exist, or if several functions match."""
     with pytest.raises(LookupError, match=said):
         attrs.evolve(HARMLESS, place=place).code()
 
 
 @pytest.mark.slow
 def test_a_bug_leaves_nothing_behind() -> None:
-    """A mode that a test was broken off in is not that of the next hunt."""
+    """A bug that changes a global mode does not change the mode for the next mutant."""
     leaving = attrs.evolve(
         HARMLESS,
         says="a mode that stays",
@@ -169,7 +169,7 @@ def test_a_bug_leaves_nothing_behind() -> None:
 
 @pytest.mark.slow
 def test_a_crash_is_no_finding() -> None:
-    """A bug that breaks the function itself is not found by the law."""
+    """A bug that makes the function crash does not count as found."""
     crashing = attrs.evolve(
         HARMLESS,
         says="a name that is not there",

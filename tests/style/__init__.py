@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures of size and of plain words, each with a bound that may only fall."""
+"""Measures of code size and plain language; each has an upper bound that may only be lowered."""

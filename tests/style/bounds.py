@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the project is, and how plain; `python -m tests.style.bounds` lowers the bounds."""
+"""Measure code size and plain language; `python -m tests.style.bounds` lowers the bounds."""
 
 import ast
 import io
@@ -72,7 +72,7 @@ def measure_step() -> dict[str, int]:
 
 
 def tracked(folder: str, ends: str = ".py") -> list[Path]:
-    """Return the files of a folder that git knows and the checkout has."""
+    """Return the files of a folder that git tracks and that exist."""
     asks = ("git", "-C", str(ROOT), "ls-files", "--", folder)
     listed = subprocess.run(asks, capture_output=True, text=True, check=True).stdout
     paths = [Path(line) for line in listed.splitlines() if line.endswith(ends)]
@@ -81,7 +81,7 @@ def tracked(folder: str, ends: str = ".py") -> list[Path]:
 
 @cache
 def lines_of_code(path: Path) -> int:
-    """Return the lines of a source without comments, docstrings and empty ones."""
+    """Return the number of lines of a file, without comments, docstrings and empty lines."""
     source = (ROOT / path).read_text()
     skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER}
     skipped |= {tokenize.INDENT, tokenize.DEDENT}
@@ -98,13 +98,13 @@ def lines_of_code(path: Path) -> int:
 
 
 def bounds() -> dict[str, int]:
-    """Return the bounds by the same names."""
+    """Read the bound of each measure, by name."""
     rows = (line.rpartition(": ") for line in FILE.read_text().splitlines())
     return {name: int(bound) for name, _, bound in rows}
 
 
 def with_room(name: str, value: int) -> int:
-    """Return a bound: lines have room up to the next hundred, for a small addition."""
+    """Return the bound for a measured value; line counts are rounded up to a hundred."""
     return -(-value // 100) * 100 if name.startswith("lines") else value
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find names that are a bare participle, adverb or pronoun: they do not say what they hold.
+"""Find names that are only a participle, adverb or pronoun, such as `told` or `given`.
 
-`python -m tests.style.names FILE...` lists them.
+Such a name does not say what the variable contains or what the function does.
+`python -m tests.style.names FILE...` lists the names.
 """
 
 import ast
@@ -32,7 +33,7 @@ _NOUNS |= {"named", "shared"}
 
 
 def bare_functions(path: Path) -> list[str]:
-    """Return the functions of a source whose name has no verb with its object, and no noun."""
+    """Return the names of a file's functions that are only a participle or the like."""
     kinds = ast.FunctionDef, ast.AsyncFunctionDef
     nodes = ast.walk(ast.parse(path.read_text()))
     return [
@@ -41,7 +42,7 @@ def bare_functions(path: Path) -> list[str]:
 
 
 def bare_variables(path: Path) -> list[str]:
-    """Return the variables and parameters of a source that are named so, each as often as set."""
+    """Return such names of a file's variables and parameters, once for each assignment."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     stored = [
         each.id

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find phrases that readers have to read twice, in pages, docstrings, comments and errors.
+"""Find hard phrases in pages, docstrings, comments and error messages.
 
-`python -m tests.style.prose PATH...` lists them, each with a plainer phrase.
+`python -m tests.style.prose PATH...` lists the phrases, each with a plainer phrase.
 """
 
 import ast
@@ -38,7 +38,7 @@ BARE = re.compile(
     r" (?:is|are|was|were|has|have|had|does|do|can|may|must|goes|gives|takes|of|that|which)\b"
 )
 LONGEST = 30
-"""Words in a sentence."""
+"""The maximum number of words in a sentence."""
 
 
 class Finding(NamedTuple):
@@ -50,7 +50,7 @@ class Finding(NamedTuple):
 
 
 def findings(path: Path) -> list[Finding]:
-    """Return what a page or a source has, in its texts."""
+    """Return the hard phrases of a Markdown page or a Python file."""
     texts = _texts_of_page if path.suffix == ".md" else _texts_of_source
     return [
         each for line, text in texts(path.read_text()) for each in _in_text(line, text)
@@ -69,7 +69,7 @@ def _in_text(line: int, text: str) -> Iterator[Finding]:
 
 
 def _texts_of_page(page: str) -> Iterator[tuple[int, str]]:
-    """Yield paragraphs, items of lists and cells of tables, without code."""
+    """Yield the line and text of each paragraph, list item and table cell, without code."""
     is_code, paragraph, first = False, list[str](), 1
     for number, line in enumerate([*page.split("\n"), ""], 1):
         fences = re.match(r"\s*(```|~~~)", line)
@@ -94,7 +94,7 @@ def _texts_of_page(page: str) -> Iterator[tuple[int, str]]:
 
 
 def _texts_of_source(source: str) -> Iterator[tuple[int, str]]:
-    """Yield paragraphs of docstrings, texts of errors and warnings, and comments."""
+    """Yield the line and text of docstring paragraphs, error messages and comments."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(
             node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
@@ -111,7 +111,7 @@ def _texts_of_source(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _said(node: ast.AST) -> list[ast.expr]:
-    """Return the texts that a statement or call has for users."""
+    """Return the messages to users in a statement or call."""
     if isinstance(node, ast.Call):
         name = getattr(node.func, "id", getattr(node.func, "attr", ""))
         return node.args if name in ("warn", "advise") or name.endswith("Error") else []

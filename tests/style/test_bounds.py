@@ -8,9 +8,9 @@ from tests.style.bounds import bounds, measure_step, measure_texts
 
 
 def test_nothing_is_above_its_bound() -> None:
-    """Take away elsewhere what you add, or raise a bound in bounds.txt for a new feature.
+    """If this fails, remove as much as you add, or raise a bound in bounds.txt for a feature.
 
-    `python -m tests.style.bounds` lowers the bounds.
+    `python -m tests.style.bounds` lowers the bounds to the measured values.
     """
     assert not find_faults()
     found, most = measure_step(), bounds()
