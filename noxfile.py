@@ -82,7 +82,7 @@ def run(session: nox.Session, *command: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting, the layers of imports, spelling, words and sizes."""
+    """Check code style, formatting, import layers, spelling, plain language and code size."""
     install(session, "ruff", "import-linter", "codespell")
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")

@@ -18,8 +18,7 @@ from tests.internals import devices, register_profiles
 from tests.turns import waiting
 
 torch.set_num_threads(1)
-# Without this, DeepSpeed prints a warning when it detects the accelerator. Transformers imports
-# DeepSpeed if it is installed.
+# Transformers imports DeepSpeed, which would print a warning when it detects the accelerator.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 # A shell starts background processes with Ctrl-C ignored, but tests send Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)

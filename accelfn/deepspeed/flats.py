@@ -54,7 +54,7 @@ def redistribute(
 ) -> dict[str, torch.Tensor]:
     """Send elements between ranks; return the elements that this rank needs, in new memory.
 
-    This is a collective.
+    All ranks must call this function.
 
     Args:
         pieces: by parameter name, the elements that this rank has, flattened. The dtype must be
@@ -428,7 +428,7 @@ def flatten_opt_state(
 
 
 def _has_shape(key: str, value: Any, name: str, where: Flats) -> bool:
-    """Return whether a value is elementwise: it has its parameter's shape and is no count."""
+    """Return whether a value has its parameter's shape, and is not a count of updates."""
     if not isinstance(value, torch.Tensor):
         return False
     return value.shape == where.layout.shapes[name] and not optimizer.is_count(

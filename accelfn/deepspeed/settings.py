@@ -181,8 +181,8 @@ def _check_known(call: str, where: str, key: Any, choices: tuple[str, ...]) -> N
 Patch: TypeAlias = tuple[Any, str, Any]
 """A module or class, the name of its attribute, and a temporary value for the attribute."""
 _MISSING = (
-    "{call}: DeepSpeed is not installed. After you installed torch, run: pip install setuptools"
-    " wheel ninja py-cpuinfo, then DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed."
+    "{call}: DeepSpeed is not installed. Install it after torch: pip install setuptools wheel"
+    " ninja py-cpuinfo, then DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed."
 )
 
 

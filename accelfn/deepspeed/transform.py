@@ -103,8 +103,8 @@ class wrap_deepspeed:
         bitwise. A checkpoint can be loaded into any other layout, bitwise.
 
     Cost:
-        That of DeepSpeed: stages 1 and 2 keep full parameters and a float32 shard on each rank,
-        and all stages keep 1/n of the optimizer's state. A step on a different state than before
+        Stages 1 and 2 keep full parameters and a float32 shard on each rank, and all stages keep
+        1/n of the optimizer's state. A step on a different state than before
         swaps pointers, and needs one gather at stages 1 and 2. A state that was loaded, or
         updated by another engine, is first converted to DeepSpeed's order, with an all-to-all of
         its bytes. Reading a state converts it back, at most once per update. The first step

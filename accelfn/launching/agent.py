@@ -366,7 +366,7 @@ class Agent(LocalElasticAgent):
         return f"restart {most - self._remaining_restarts + 1} of {most} follows"
 
     def _look(self) -> Watch | None:
-        """Look for ended processes; return the watch if torch's agent should look, too."""
+        """Look for ended processes; return the watch if torch's agent should also look."""
         watch = self._watching()
         may_end = watch.may_end()
         # after the watch, which must see a killed process before the crew removes it

@@ -221,7 +221,7 @@ class NumberedRendezvous(RendezvousHandler):
 
     @property
     def store(self) -> TCPStore:
-        """The store that connects the launchers; ranks of the first attempt use it, too."""
+        """The store that connects the launchers, and the ranks of the first attempt."""
         host, count = self._host, self._machines.most
         if self._agents is None and self._rank == 0:
             self._agents = self._open_store(self._port, size=count)

@@ -399,7 +399,7 @@ _MEETS = ("main_address", "rdzv_endpoint")
 
 
 def find(named: str | None) -> Path | None:
-    """Return the path of the settings file; None if there is no settings file.
+    """Return the path of the settings file; None without a settings file.
 
     Args:
         named: the file that the user named; None for `accelfn.toml` in the current directory.

@@ -9,7 +9,7 @@ torch, and can set environment variables for torch before.
 The error is recorded in the file that torch's launcher names (`TORCHELASTIC_ERROR_FILE`), in the
 format of torch's `ErrorHandler`, but with an exact time. If several ranks fail within one second,
 the launcher must find the first. When the launcher asks for this process's stack, the stack is
-written to a second file next to the record.
+written to a second file next to the recorded error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # A rank that raised an error exits after this time, even if its threads are still running, because
 # other ranks wait for it.
 GRACE_SECONDS = 5
-# The signal by which the launcher asks for a stack. Programs usually do not use it.
+# The launcher sends this signal to get a stack. Programs usually do not use this signal.
 ASKS_WHERE = signal.SIGRTMAX
 # prctl option of Linux: send this process a signal when its parent ends.
 _PR_SET_PDEATHSIG = 1

@@ -230,7 +230,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
     def in_order(self, level: int, msg: object, *args: object) -> None:
         """Log the messages of all ranks on rank 0, in rank order; call this on all ranks.
 
-        Messages of ranks that do not write otherwise are logged, too.
+        This also logs the messages of ranks that otherwise do not write.
 
         Cost: a gather of the texts, even if the level is not enabled.
         """

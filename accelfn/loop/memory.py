@@ -367,7 +367,7 @@ def _tree_bytes(value: Any, shards: Mapping[str, tuple[torch.Size, torch.Size]])
     """Return the bytes of all tensors in a tree on one rank; count each tensor once.
 
     Args:
-        value: a tree. A tensor with the name and shape of a sharded parameter is sharded, too.
+        value: a tree. A tensor with the name and shape of a sharded parameter is also sharded.
         shards: for each sharded parameter, its full shape and the shape of its largest shard.
     """
     sizes: dict[int, int] = {}
@@ -582,8 +582,8 @@ def find_batch_size(fn: Callable[[int, World], R], start: int, world: World) -> 
 
     Returns: the result of `fn` for the largest batch size that fits.
 
-    Law: the batch size is the largest `start // 2**k` with which no rank runs out of memory, and
-        is equal on all ranks. Ranks never wait for a rank that ran out of memory.
+    Law: the batch size is the largest `start // 2**k` that fits on every rank. All ranks use the
+        same batch size. Ranks never wait for a rank that ran out of memory.
 
     Cost: for each try, a gather of two numbers; with several ranks also a new process group and
         a barrier.

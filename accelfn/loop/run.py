@@ -191,8 +191,8 @@ def run(
 ) -> TrainState:
     """Train a state on its data until the end, with logging, checkpoints and actions.
 
-    This is a loop over `af.batches` with a checkpoint store, `af.stopping` and a tracker. If you
-    need another loop, write it with these functions.
+    The loop runs over `af.batches`, with a checkpoint store, `af.stopping` and a tracker. If you
+    need another loop, write one with these functions.
 
     Args:
         state: a state with data. If `store` has a checkpoint, training resumes from it.

@@ -708,9 +708,9 @@ def progress(work: Iterable[T], *, world: World, label: str = "") -> Iterator[T]
     """Yield the items of `work`, and show a progress bar on rank 0.
 
     On a terminal, the bar is written to standard error, below other output. In a notebook, the
-    bar is an output of the cell. There is no bar if standard error is a file, a pipe or a
-    scheduler's log, and no bar on other ranks. The bar's total is `len(work)`. Without a `len`,
-    the bar only counts items.
+    bar is an output of the cell. Nothing is shown if standard error is a file, a pipe or a
+    scheduler's log, or on other ranks. The bar's total is `len(work)`. Without a `len`, the bar
+    only counts items.
 
     Args:
         work: an iterable, such as `af.batches(state, until_epoch=3)`.

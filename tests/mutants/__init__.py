@@ -6,7 +6,6 @@ function, the change of its code, and the test that must fail. Each test runs as
 examples as in CI. A bug is found if an assertion of the test fails, or if accelfn raises an
 accelfn error. Any other exception does not count.
 
-To add a bug, add a row next to those of the same test, with an empty last cell. See `places`,
-`change` and `cases` for the format of the first three cells. `operators` creates random bugs,
-which need no row.
+To add a bug, add a row next to those of the same test, with an empty last cell. `places`, `change`
+and `cases` describe the first three cells. `operators` creates random bugs, which need no row.
 """

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Search: does any test of the suite find bugs that are not in the table?
 
-First, all fast tests run once, to record which tests call the functions with bugs. Then, for each
-bug, the tests that call its function run with the bug inserted. Tests that call the fewest of the
-functions run first.
+All fast tests run once, to record which tests call the functions with bugs. Then the tests of each
+function run with its bug inserted. Tests that call the fewest of the functions run first.
 """
 
 import json

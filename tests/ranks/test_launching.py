@@ -114,7 +114,7 @@ def test_a_stopped_rank_is_the_culprit():
     assert set(out.splitlines()) == {"[rank 1] asked to end"}
     report = error.rpartition("accelfn launch: ")[2].splitlines()
     assert report[0].startswith("rank 1 failed first (stopped by SIGSTOP, pid ")
-    assert report[1].startswith("It left no traceback: someone")
+    assert report[1].startswith("It left no traceback: a person")
     assert report[2].startswith("rank 0 followed: PeerFailedError: Rank 0 of 2 waited")
 
 

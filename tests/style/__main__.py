@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check words, names, sizes and commit subjects: `python -m tests.style`, without torch."""
+"""Check language, names, code size and commit subjects: `python -m tests.style`, without torch."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ NEWEST = 100
 
 
 def find_faults() -> list[str]:
-    """Return the figures above their bounds, and the commit subjects in another form."""
+    """Return messages about measures above their bounds, and about invalid commit subjects."""
     most = bounds()
     faults = [
         f"tests/style/bounds.txt: {name}: {value}, and at most {most[name]} are allowed"

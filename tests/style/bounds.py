@@ -25,7 +25,7 @@ SATELLITES = (
 
 
 def measure_texts() -> dict[str, int]:
-    """Return the figures of the files that git knows, by name; this needs no torch."""
+    """Return the measures of the files that git tracks, by name; this does not import torch."""
     package, tests = tracked("accelfn"), tracked("tests")
     kernel = [path for path in package if path.parts[1] not in SATELLITES]
     bench = Path("tests", "bench")
@@ -53,7 +53,7 @@ def measure_texts() -> dict[str, int]:
 
 
 def measure_step() -> dict[str, int]:
-    """Return how many files and functions of accelfn a steady step enters.
+    """Return how many files and functions of accelfn a step enters, after the first steps.
 
     The step runs in a new process, because objects of earlier tests may call more functions.
     """

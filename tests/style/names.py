@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find names that are only a participle, adverb or pronoun, such as `told` or `given`.
 
-Such a name does not say what the variable contains or what the function does.
-`python -m tests.style.names FILE...` lists the names.
+`python -m tests.style.names FILE...` lists such names.
 """
 
 import ast

@@ -42,7 +42,7 @@ LONGEST = 30
 
 
 class Finding(NamedTuple):
-    """A phrase, its line, and what to write instead."""
+    """A hard phrase, its line, and advice what to write instead."""
 
     line: int
     phrase: str

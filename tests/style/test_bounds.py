@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package, the tests and the texts do not grow, and no check is blind."""
+"""Test that no measure of code size or language is above its bound, and that checks work."""
 
 import pytest
 

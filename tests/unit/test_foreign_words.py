@@ -508,7 +508,7 @@ def test_a_tensor_s_name_is_text(tmp_path):
 def test_a_batch_is_one_of_batches():
     """What has no filler cannot be told from it."""
     with pytest.raises(
-        af.errors.BatchError, match=r"got tuple; expected a batch of af\.batches"
+        af.errors.BatchError, match=r"expected a batch from af\.batches, got tuple"
     ):
         af.all_gather_valid(X, (X, Y), WORLD)
 

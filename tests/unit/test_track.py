@@ -211,7 +211,7 @@ def test_a_full_disk_ends_no_training(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, before[1]))
     try:
         with pytest.warns(
-            af.errors.TrackingWarning, match="jsonl did not take .* step 2: OSErr"
+            af.errors.TrackingWarning, match="jsonl failed to record .* step 2: OSErr"
         ):
             tracker({"loss": 2.0}, 2)
         with warnings.catch_warnings():
@@ -240,7 +240,9 @@ def test_all_are_closed_where_warnings_are_errors():
         tracker({"loss": 2.0}, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error", af.errors.TrackingWarning)
-        with pytest.raises(af.errors.TrackingWarning, match="mine did not take 1 of 2"):
+        with pytest.raises(
+            af.errors.TrackingWarning, match="mine failed to record 1 of 2"
+        ):
             tracker.close()
     assert all(each.is_closed for each in tracker.outlets)
 
@@ -262,8 +264,8 @@ def test_a_backend_that_fails_keeps_no_other_from_its_records():
             run()
     assert list(kept.backends["in_memory"].metrics["loss"]) == [0, 1, 2, 3]
     first, last = (str(each.message) for each in said)
-    assert "mine did not take the metrics of step 1: OSError" in first
-    assert "mine did not take 3 of 4 records" in last
+    assert "mine failed to record the metrics of step 1: OSError" in first
+    assert "mine failed to record 3 of 4 records" in last
     assert "mine failed to close: ConnectionError: no network" in last
     assert broken.failed
 
@@ -292,7 +294,7 @@ def test_other_ranks_track_nothing_and_refuse_what_rank_0_refuses(tmp_path):
             for wrong in ({"loss": torch.zeros(2)}, af.Metrics({"loss": (1.0, 1)})):
                 with pytest.raises(af.errors.ArgumentError):
                     tracker(wrong, 2)
-            with pytest.raises(af.errors.ArgumentError, match="cannot hold images"):
+            with pytest.raises(af.errors.ArgumentError, match="cannot store images"):
                 tracker.images({"seen": torch.zeros(1, 2, 2)}, 1)
             return len(tracker.backends)
 
@@ -355,9 +357,9 @@ def test_a_missing_package_is_named_with_its_command(
         ({"loss": "low"}, 1, "'low'; expected one real number"),
         ({"loss": 1j}, 1, "one real number"),
         ({"loss": None}, 1, "one real number"),
-        ({1: 1.0}, 1, "not a text"),
-        ({"step": 1.0}, 1, "second argument"),
-        ([1.0], 1, "mapping by name"),
+        ({1: 1.0}, 1, "a non-empty str"),
+        ({"step": 1.0}, 1, "reserved for the step"),
+        ([1.0], 1, "dict by name"),
         ({"loss": 1.0}, -1, "step=-1"),
         ({"loss": 1.0}, 1.0, "step=1.0"),
         ({"loss": 1.0}, True, "step=True"),
@@ -366,7 +368,7 @@ def test_a_missing_package_is_named_with_its_command(
         ({"loss": np.timedelta64(1, "s")}, 1, "one real number"),
         ({"loss": np.array(["low"])}, 1, r"an array of shape \(1,\), <U3; expected"),
         ({"loss": torch.zeros((), device="meta")}, 1, "float32 on meta; expected"),
-        ({"\ud800": 1.0}, 1, "not a text"),
+        ({"\ud800": 1.0}, 1, "a non-empty str"),
     ],
 )
 def test_what_is_no_metric_is_refused(metrics, step, said):
@@ -411,7 +413,7 @@ def test_images_are_checked_and_converted():
     assert kept.images["seen"][1].tolist() == [[[0], [128], [255]]]
     images = {"seen": torch.tensor([[[0.0, 2.0]]]), "too": torch.zeros(1, 1, 1)}
     with pytest.warns(
-        af.errors.TrackingWarning, match="step 2: .*'seen' is from 0 to 2"
+        af.errors.TrackingWarning, match="step 2: .*'seen' has values from 0 to 2"
     ):
         tracker.images(images, 2)
     assert (list(kept.images["seen"]), list(kept.images["too"])) == ([1], [2])
@@ -442,7 +444,7 @@ def test_two_of_a_kind_are_told_apart():
     kept = [each.backends["in_memory"] for each in (one, two, three)]
     assert all(a is b for a, b in zip(found.values(), kept, strict=True))
     assert [each.metrics for each in kept] == [{"loss": {1: 0.5}}] * 3
-    with pytest.raises(af.errors.ArgumentError, match="in_memory is given twice"):
+    with pytest.raises(af.errors.ArgumentError, match="in_memory is passed twice"):
         af.track.together(one, None, one)
 
 
@@ -457,7 +459,7 @@ ITSELF["again"] = ITSELF
         ({"deep": [{1: "a", "1": "b"}]}, "two have the same name '1'"),
         ({"a": {"b": 1}, "a.b": 2}, r"two have the same name 'a\.b'"),
         ({"a.b": 2, "a": {"b": {}}}, r"two have the same name 'a\.b'"),
-        (ITSELF, "have themselves in them"),
+        (ITSELF, "contain themselves"),
         ([1], "dict by name, got list"),
     ],
 )
@@ -497,19 +499,22 @@ def test_two_trackers_of_one_file_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "line 1 is no JSON"),
-        ("[]", "line 1 is not what"),
-        ('{"step": "1", "time": 0, "metrics": {}}', "line 1 is not what"),
-        ('{"step": 1, "metrics": {}}', "line 1 is not what"),
-        ('{"step": 1, "time": 0, "metrics": {"loss": "low"}}', "line 1 is not what"),
+        ("{", "line 1 is not valid JSON"),
+        ("[]", "line 1 is not a record"),
+        ('{"step": "1", "time": 0, "metrics": {}}', "line 1 is not a record"),
+        ('{"step": 1, "metrics": {}}', "line 1 is not a record"),
+        (
+            '{"step": 1, "time": 0, "metrics": {"loss": "low"}}',
+            "line 1 is not a record",
+        ),
         ('{"accelfn": 2, "began": 0}', "format 2"),
-        ('{"step": 1, "time": 0, "metrics": [1]}', "line 1 is not what"),
-        ('{"step": 1, "time": 0, "metrics": null}', "line 1 is not what"),
-        ('{"step": 1, "time": NaN, "metrics": {}}', "line 1 is not what"),
-        ('{"step": 1, "time": 1e30, "metrics": {}}', "line 1 is not what"),
-        (f'{{"step": {2**63}, "time": 0, "metrics": {{}}}}', "line 1 is not what"),
+        ('{"step": 1, "time": 0, "metrics": [1]}', "line 1 is not a record"),
+        ('{"step": 1, "time": 0, "metrics": null}', "line 1 is not a record"),
+        ('{"step": 1, "time": NaN, "metrics": {}}', "line 1 is not a record"),
+        ('{"step": 1, "time": 1e30, "metrics": {}}', "line 1 is not a record"),
+        (f'{{"step": {2**63}, "time": 0, "metrics": {{}}}}', "line 1 is not a record"),
         (f'{{"step": 1, "time": 0, "metrics": {{"a": {10**400}}}}}', r"line 1.*…\.$"),
-        ("[" * 100_000, "line 1 is no JSON"),
+        ("[" * 100_000, "line 1 is not valid JSON"),
     ],
 )
 def test_what_no_tracker_wrote_is_refused(tmp_path, line, said):
@@ -575,7 +580,7 @@ def test_a_bar_is_shown_by_rank_0_alone(monkeypatch):
 
     assert simulate(2, train).results == ([1, 2], [1, 2])
     assert "rank 1" not in shown.getvalue()
-    with pytest.raises(af.errors.ArgumentError, match="iterate"):
+    with pytest.raises(af.errors.ArgumentError, match="expected an iterable"):
         af.track.progress(3, world=WORLD)
 
 
