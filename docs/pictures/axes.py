@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Four ranks with two axes, and their collectives in one update."""
+"""Draw four ranks with two axes, and their collectives in one update."""
 
 import runs
 import svg

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bars of the time per step, from the figures in docs/benchmarks.md."""
+"""Draw bars of the time per step, from the figures in docs/benchmarks.md."""
 
 import re
 import textwrap

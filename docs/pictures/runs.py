@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is drawn happened: small trainings on simulated ranks."""
+"""Train small models on simulated ranks, to record the data for the pictures."""
 
 from collections.abc import Mapping
 from functools import partial

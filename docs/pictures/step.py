@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step, line by line as `explain` prints it, on two ranks."""
+"""Draw one step, line by line as `explain` prints it, on two ranks."""
 
 import re
 from contextlib import redirect_stdout
