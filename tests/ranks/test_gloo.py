@@ -177,103 +177,103 @@ ROWS = [
         Refuses(DeadlockError, "no rank can continue"),
     ),
     Row(
-        "Rank 1 skips the first of two `all_reduce`",
+        "Rank 1 skips the first of two `all_reduce` calls",
         mistakes.skips_one_of_two,
         (Waits(), Wrong([[2.0], [21.0]])),
         Refuses(DeadlockError, "no rank can continue"),
     ),
     Row(
-        "Rank 1 calls two `all_reduce` of one shape in the other order",
+        "The ranks call two `all_reduce` of equal shape in different orders",
         mistakes.swaps,
         (Wrong([[21.0], [12.0]]), Wrong([[12.0], [21.0]])),
         (Wrong([[21.0], [12.0]]), Wrong([[12.0], [21.0]])),
     ),
     Row(
-        "The same, in labeled calls of accelfn",
+        "The same with accelfn's `all_reduce` and labels",
         mistakes.swaps_labelled,
         (Wrong([[21.0], [12.0]]), Wrong([[12.0], [21.0]])),
         mismatch("label"),
     ),
     Row(
-        "`all_reduce` meets `broadcast`",
+        "Rank 0 calls `all_reduce`, rank 1 `broadcast`",
         Meet(("all_reduce", "broadcast")),
         (Waits(), Waits()),
         mismatch("kind"),
     ),
     Row(
-        "`all_reduce` meets `all_gather`",
+        "Rank 0 calls `all_reduce`, rank 1 `all_gather`",
         Meet(("all_reduce", "all_gather")),
         (Waits(), Waits()),
         mismatch("kind"),
     ),
     Row(
-        "`all_reduce` meets `barrier`",
+        "Rank 0 calls `all_reduce`, rank 1 `barrier`",
         Meet(("all_reduce", "barrier")),
         (Waits(), Waits()),
         mismatch("kind"),
     ),
     Row(
-        "`all_reduce` of 3 elements meets one of 2",
+        "`all_reduce` of 3 elements on rank 0, of 2 on rank 1",
         Differ("all_reduce", (3, 2)),
         (Waits(), Wrong([1.0, 3.0])),
         mismatch("shape or dtype"),
     ),
     Row(
-        "`all_reduce` of 2 elements meets one of 3",
+        "`all_reduce` of 2 elements on rank 0, of 3 on rank 1",
         Differ("all_reduce", (2, 3)),
         (Wrong([3.0, 3.0]), Waits()),
         mismatch("shape or dtype"),
     ),
     Row(
-        "`reduce` of 3 elements at the root, 2 elsewhere",
+        "`reduce` of 3 elements on the root, of 2 on the other rank",
         Differ("reduce", (3, 2)),
         (Waits(), Gives([2.0, 2.0])),
         mismatch("shape or dtype"),
     ),
     Row(
-        "`reduce` of 2 elements at the root, 3 elsewhere",
+        "`reduce` of 2 elements on the root, of 3 on the other rank",
         Differ("reduce", (2, 3)),
         (Wrong([3.0, 3.0]), Waits()),
         mismatch("shape or dtype"),
     ),
     Row(
-        "`broadcast` of 3 elements into 2",
+        "`broadcast` of 3 elements into a tensor of 2",
         Differ("broadcast", (3, 2)),
         (Gives([1.0, 1.0, 1.0]), Aborts()),
         mismatch("shape or dtype"),
     ),
     Row(
-        "`broadcast` of 2 elements into 3",
+        "`broadcast` of 2 elements into a tensor of 3",
         Differ("broadcast", (2, 3)),
         (Gives([1.0, 1.0]), Wrong([1.0, 1.0, 2.0])),
         mismatch("shape or dtype"),
     ),
     Row(
-        "`scatter` of 3 elements into 2",
+        "`scatter` of 3 elements into a tensor of 2",
         Differ("scatter", (3, 2)),
         (Gives([1.0, 1.0, 1.0]), Aborts()),
         mismatch("shape or dtype"),
     ),
     Row(
-        "`gather` of 3 elements from rank 1 into 2",
+        "`gather` of 3 elements from rank 1 into a tensor of 2",
         Differ("gather", (2, 3)),
         (Aborts(), Gives(None)),
         mismatch("shape or dtype"),
     ),
     Row(
-        "`gather` of 2 elements from rank 1 into 3",
+        "`gather` of 2 elements from rank 1 into a tensor of 3",
         Differ("gather", (3, 2)),
         (Wrong([[1.0, 1.0, 1.0], [2.0, 2.0, 0.0]]), Gives(None)),
         mismatch("shape or dtype"),
     ),
     Row(
-        "`all_gather` of 2 elements meets one of 3",
+        "`all_gather` of 2 elements on rank 0, of 3 on rank 1",
         Differ("all_gather", (2, 3)),
         (Aborts(), Anything()),
         mismatch("shape or dtype"),
     ),
     Row(
-        "`reduce_scatter` of 2 by 2 elements meets one of 2 by 3",
+        "`reduce_scatter` of 2 by 2 elements on rank 0, of 2 by 3 on rank 1",
         Differ("reduce_scatter", (2, 3)),
         (Wrong([3.0, 3.0]), Waits()),
         mismatch("shape or dtype"),
@@ -291,13 +291,13 @@ ROWS = [
         mismatch("shape or dtype"),
     ),
     Row(
-        "`all_reduce` of float64 meets one of float32",
+        "`all_reduce` of float64 on rank 0, of float32 on rank 1",
         Differ("all_reduce", dtypes=(F64, F32)),
         (Anything(), Aborts()),
         mismatch("shape or dtype"),
     ),
     Row(
-        "`all_reduce` of float64 meets one of int64",
+        "`all_reduce` of float64 on rank 0, of int64 on rank 1",
         Differ("all_reduce", dtypes=(F64, I64)),
         (Wrong([1.0, 1.0]), Wrong([BITS_OF_ONE, BITS_OF_ONE])),
         mismatch("shape or dtype"),
@@ -309,25 +309,25 @@ ROWS = [
         mismatch("shape or dtype"),
     ),
     Row(
-        "`all_reduce` with `SUM` meets one with `MAX`",
+        "`all_reduce` with `SUM` on rank 0, with `MAX` on rank 1",
         mistakes.different_reductions,
         (Wrong([5.0, 10.0]), Wrong([5.0, 10.0])),
         mismatch("reduction"),
     ),
     Row(
-        "Each rank broadcasts from itself",
+        "Each rank calls `broadcast` with itself as the root",
         mistakes.own_root,
         (Waits(), Waits()),
         mismatch("root"),
     ),
     Row(
-        "Ranks 0 and 1 broadcast from 0, rank 2 from 1",
+        "`broadcast` with root 0 on ranks 0 and 1, with root 1 on rank 2",
         mistakes.last_names_another_root,
         (Waits(), Gives([1.0]), Waits()),
         mismatch("root"),
     ),
     Row(
-        "Each rank reduces to itself",
+        "Each rank calls `reduce` with itself as the root",
         mistakes.reduces_to_itself,
         (Wrong([3.0]), Waits()),
         mismatch("root"),
@@ -360,7 +360,7 @@ ROWS = [
         Refuses(RuntimeError, "a single memory location"),
     ),
     Row(
-        "`broadcast` of a tensor that is transposed at the root",
+        "`broadcast` of a tensor that is transposed on the root",
         mistakes.broadcasts_transposed,
         (SENT, Wrong([[0.0, 2.0], [4.0, 1.0], [3.0, 5.0]])),
         (SENT, SENT),
@@ -372,7 +372,7 @@ ROWS = [
         (SENT, SENT),
     ),
     Row(
-        "Rank 1 raises",
+        "Rank 1 raises an exception",
         mistakes.raises,
         (Waits(), Raises("KeyError: 'boom'")),
         Refuses(KeyError, "boom"),
@@ -391,7 +391,7 @@ ROWS = [
         (Gives([NAN]), Gives([3.0])),
     ),
     Row(
-        "No rank ever waits for an `all_reduce`",
+        "No rank waits for its asynchronous `all_reduce`",
         mistakes.never_waits,
         (Gives([3.0]), Gives([3.0])),
         (Gives([NAN]), Gives([NAN])),
@@ -415,13 +415,13 @@ ROWS = [
         mismatch("splits"),
     ),
     Row(
-        "Both ranks receive first",
+        "Both ranks call `recv` before `send`",
         mistakes.both_receive,
         (Waits(), Waits()),
         Refuses(DeadlockError, "no rank can continue"),
     ),
     Row(
-        "Both ranks send first",
+        "Both ranks call `send` before `recv`",
         mistakes.both_send_first,
         (Waits(), Waits()),
         Refuses(DeadlockError, "no rank can continue"),
@@ -433,7 +433,7 @@ ROWS = [
         Refuses(DeadlockError, "no rank can continue"),
     ),
     Row(
-        "`send` and `recv` of different tags",
+        "`send` and `recv` with different tags",
         mistakes.different_tags,
         (Waits(), Waits()),
         Refuses(DeadlockError, "no rank can continue"),
@@ -494,14 +494,14 @@ ROWS = [
         axes=SQUARE,
     ),
     Row(
-        "The same rows: rank 3 calls its `all_reduce` along `dp_replicate`",
+        "The same rows: rank 3 calls `all_reduce` along `dp_replicate` instead",
         mistakes.takes_the_other_axis,
         (Gives([3.0]), Gives([3.0]), Waits(), Waits()),
         Refuses(DeadlockError, "no rank can continue"),
         axes=SQUARE,
     ),
     Row(
-        "All sum along `dp_shard`, then `dp_replicate`; rank 3 in the other order",
+        "All ranks sum along `dp_shard`, then `dp_replicate`; rank 3 in the other order",
         mistakes.takes_axes_in_another_order,
         (Wrong([13.0]), Wrong([7.0]), Wrong([13.0]), Gives([10.0])),
         (Wrong([13.0]), Wrong([7.0]), Wrong([13.0]), Gives([10.0])),
@@ -511,15 +511,16 @@ ROWS = [
 
 
 ABOUT = """\
-# Wrong programs, on Gloo and simulated
+# Simulated ranks and real Gloo processes
 
 Read this page if a distributed program hangs or computes wrong values.
-The table shows what wrong programs do over Gloo (torch {}) and on simulated ranks.
-Gloo often waits until its timeout, by default 30 minutes, or silently returns wrong values.
+The table shows what mistakes in a program cause with Gloo (torch {}) and on simulated ranks.
+With Gloo, ranks often wait until the timeout (30 minutes), or silently return wrong values.
 A [simulated world](how-to/test-distributed-code.md) usually raises an error at once.
 
-It misses two calls of equal shape in the other order, unless their labels differ.
-accelfn labels its own collectives; pass `label=` to `af.all_reduce` and the others.
+A simulated world cannot detect one mistake: calls with equal shapes in different orders.
+It detects this mistake only if the calls have different labels.
+accelfn labels its own collectives. In your code, pass `label=` to `af.all_reduce` and others.
 On real ranks, `af.World.from_env(checked=True)` compares accelfn's collectives before each call."""
 
 
