@@ -20,10 +20,9 @@ IS_WINDOWS = sys.platform == "win32"
 
 AS_BYTES: int = getattr(os, "O_BINARY", 0)
 """The flag to open a file as bytes on Windows."""
-READ_PLAIN = os.O_RDONLY | AS_BYTES
+_PLAIN = (getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK"))
+READ_PLAIN: int = os.O_RDONLY | AS_BYTES | sum(_PLAIN)
 """Flags to open a file for reading as bytes, without following a link or waiting for a pipe."""
-for _flag in ("O_NOFOLLOW", "O_NONBLOCK"):
-    READ_PLAIN |= getattr(os, _flag, 0)
 
 libc: Any = None if IS_WINDOWS else ctypes.CDLL(None)
 """The C library of this process; None on Windows."""

@@ -382,12 +382,12 @@ def _counts_samples(
     """
     setup = build(members, shares=None, outside=rank_0_takes_all())
     runs = _histories(subject, setup, subject.size)
-    first = runs if isinstance(runs, str) else runs[:1]
-    how = "a run on one rank, and the same run on ranks with all samples on rank 0,"
-    broken = _compare(subject, setup, reference, first, rough=rough)
+    if isinstance(runs, str):
+        return f"{_RANK_0} are not alike: the second raised {runs}"
+    broken = _compare(subject, setup, reference, runs[:1], rough=rough)
     if broken:
-        return f"{how} {broken}{_WEIGHTS}"
-    if isinstance(runs, str) or _differ(reference, first, NEARLY_EQUAL):
+        return f"{_RANK_0} {broken}{_WEIGHTS}"
+    if _differ(reference, runs[:1], NEARLY_EQUAL):
         return None  # rounding depends on the number of ranks
     within = subject.within(setup)
     for at in within.cuts[1:-1]:
@@ -401,7 +401,7 @@ def _counts_samples(
         broken = _differ(reference[at:], rest, NEARLY_EQUAL)
         if broken:
             end = f"resumed on one rank, differ {broken}.{_MERGE}"
-            return f"{how} saved after {at} updates and {end}"
+            return f"{_RANK_0} saved after {at} updates and {end}"
     return None
 
 
@@ -430,6 +430,9 @@ class rank_0_takes_all:
         return compute, slot
 
 
+_RANK_0 = (
+    "a run on one rank, and the same run on ranks with all samples on rank 0,"
+)
 _WEIGHTS = " Weight each rank's part by its number of samples: add up update.weight in the slot."
 _MERGE = (
     " In merge, return each rank's number of samples as its weight. If the slot has a sum that is"
