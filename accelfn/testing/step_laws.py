@@ -430,9 +430,7 @@ class rank_0_takes_all:
         return compute, slot
 
 
-_RANK_0 = (
-    "a run on one rank, and the same run on ranks with all samples on rank 0,"
-)
+_RANK_0 = "a run on one rank, and the same run on ranks with all samples on rank 0,"
 _WEIGHTS = " Weight each rank's part by its number of samples: add up update.weight in the slot."
 _MERGE = (
     " In merge, return each rank's number of samples as its weight. If the slot has a sum that is"
