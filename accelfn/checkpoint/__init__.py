@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving and loading training states as safetensors and JSON, without pickle."""
+"""Saving and loading training states as safetensors and JSON files, without pickle."""
 
 from accelfn.checkpoint.load import Loaded as Loaded
 from accelfn.checkpoint.load import load as load

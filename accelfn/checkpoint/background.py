@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Background saves: a copy of the tensors in host memory, and a thread that writes it.
+"""Background saves: copy the tensors to host memory, and write the copy in a thread.
 
-Only the training thread may call collectives. So the writing threads communicate by small files
-in a directory next to the checkpoint, on the disk that all ranks share.
+Only the training thread may call collectives. So the writing threads of the ranks communicate
+by small files, in a directory next to the checkpoint, on the disk that all ranks share.
 """
 
 import sys
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 
 _PATIENCE = 600.0
-"""Seconds to wait for a rank in a world without a timeout."""
+"""Seconds to wait for another rank if the world has no timeout."""
 _GRACE = 5.0
-"""Seconds to wait for writing ranks after another rank has failed."""
+"""Seconds to wait for the remaining ranks after a rank has failed."""
 
 
 class Buffers:
-    """Host memory for copies of tensors, reused by each save."""
+    """Host memory for copies of tensors, which each save uses again."""
 
     def __init__(self) -> None:
         """Start without memory."""
         self._held: dict[str, torch.Tensor] = {}
 
     def copies_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return copies in host memory, which the next call overwrites."""
+        """Copy tensors to host memory; the next call overwrites the copies."""
         copies: dict[str, torch.Tensor] = {}
         devices: set[torch.device] = set()
         for name, tensor in tensors.items():
@@ -63,13 +63,13 @@ class Buffers:
 
 @attrs.define(kw_only=True)
 class Talk:
-    """Exchanges texts between ranks by files in a shared directory.
+    """Exchanges texts between the ranks of a save, by files in a shared directory.
 
     Attributes:
-        save: the save that ranks work on.
-        patience: seconds to wait for a rank's text.
+        save: the save.
+        patience: how many seconds to wait for another rank's text.
         turn: the number of exchanges so far.
-        hurried_at: the time when a rank was known to have failed; None if no rank has.
+        hurried_at: the time when this rank learned that a rank has failed; None before.
     """
 
     save: Save
@@ -78,18 +78,18 @@ class Talk:
     hurried_at: float | None = None
 
     def __call__(self, label: str, text: str) -> list[str]:
-        """Publish this rank's text, wait for all ranks, and return their texts.
+        """Write this rank's text, wait for those of all ranks, and return all texts.
 
         Raises:
-            CheckpointWriteError: a rank's writer has ended with an error.
-            PeerFailedError: a rank's process has ended, or its text did not arrive in time.
+            CheckpointWriteError: the writing thread of a rank has ended with an error.
+            PeerFailedError: the process of a rank has ended, or its text did not arrive in time.
         """
         self.turn += 1
         files.tell(self._file(self.turn, self.save.rank), text)
         pause, start = 0.001, time.monotonic()
         while absent := self._absent():
             dead_ranks = [r for r in absent if files.is_let_go(self._file(_HELD, r))]
-            absent = self._absent()  # a rank may have published before it ended
+            absent = self._absent()  # a rank may have written its text before it ended
             self._check_ended(absent)
             dead_ranks = [rank for rank in dead_ranks if rank in absent]
             if absent and (dead_ranks or self._is_over(start)):
@@ -100,12 +100,12 @@ class Talk:
         return [path.read_text(encoding="utf-8") for path in paths]
 
     def begin(self) -> BinaryIO | None:
-        """Return an open lock file that shows other ranks that this process lives."""
+        """Return an open, locked file, which shows other ranks that this process is running."""
         path = self._file(_HELD, self.save.rank)
         return files.hold(path) if self.save.size > 1 else None
 
     def end(self, text: str) -> None:
-        """Tell other ranks that this rank has stopped, and why."""
+        """Write a file that tells other ranks why this rank has stopped."""
         if self.save.size > 1:
             files.tell(self._file(_ENDED, self.save.rank), text)
 
@@ -123,7 +123,7 @@ class Talk:
         for rank in absent:
             path = self._file(_ENDED, rank)
             if arguments.exists(path):
-                nothing = f"{self.save.not_saved}: rank {rank} failed, and had no room to say why"
+                nothing = f"{self.save.not_saved}: rank {rank} failed, and its disk was too full"
                 raise CheckpointWriteError(path.read_text(encoding="utf-8") or nothing)
 
     def _is_over(self, start: float) -> bool:
@@ -141,9 +141,9 @@ class Talk:
             seconds = f"{time.monotonic() - start:.3g} s"
             how = f"{named(absent)} failed, left or did not arrive within {seconds}"
         return (
-            f"The save of step {self.save.step} was not seen to its end: rank"
+            f"It is unknown whether the state of step {self.save.step} was saved: rank"
             f" {self.save.rank} of {self.save.size} waited in 'save: {label}', but {how}."
-            " Look at its output for the cause."
+            f" Look at the output of {named(dead_ranks or absent)} for the cause."
         )
 
 
@@ -151,18 +151,18 @@ _ENDED, _HELD = "ended", "held"
 
 
 def talk_directory(final: Path) -> Path:
-    """Return the directory where ranks exchange texts about a checkpoint."""
+    """Return the directory for the texts that ranks exchange while they write a checkpoint."""
     return final.parent / f".tmp-{final.name}.talk"
 
 
 def close_talk(save: Save) -> None:
-    """Remove the directory for exchanges, if possible."""
+    """Remove the directory for the texts that ranks exchanged, if possible."""
     with suppress(OSError):  # the next save removes it
         files.remove(talk_directory(save.final))
 
 
 class _ThreadSaves(threading.local):
-    """The saves that the current thread has started."""
+    """The background saves that the current thread has started."""
 
     def __init__(self) -> None:
         self.writings: weakref.WeakSet[Writing] = weakref.WeakSet()
@@ -172,9 +172,9 @@ _thread_saves = _ThreadSaves()
 
 
 def give_up() -> bool:
-    """Stop the saves that this thread has started, as the end of its process would.
+    """Stop the background saves that this thread has started, as if its process had ended.
 
-    Returns: whether there were any saves.
+    Returns: whether there was such a save.
     """
     writings = list(_thread_saves.writings)
     for writing in writings:
@@ -192,7 +192,13 @@ class Writing:
         *,
         patience: float | None,
     ) -> None:
-        """Take the function that writes; the tensors must not change before `join`."""
+        """Initialize the save; the tensors to write must not change before `join`.
+
+        Args:
+            save: the save.
+            write: writes the checkpoint; it gets a function that exchanges texts.
+            patience: how many seconds to wait for another rank; None: 10 minutes.
+        """
         self.save, self._write = save, write
         self._talk = Talk(save=save, patience=patience or _PATIENCE)
         self._begun, self._done = threading.Lock(), threading.Event()
@@ -200,25 +206,26 @@ class Writing:
         _thread_saves.writings.add(self)
 
     def start(self) -> None:
-        """Start the writing thread; if that fails, `join` returns the error."""
+        """Start the writing thread; if it cannot be started, `join` returns the error."""
         try:
             threading.Thread(target=self._run, name="accelfn-save").start()
         except RuntimeError as error:
             if "can't start new thread" not in str(error):
-                raise  # an interrupt while threading took its locks
+                raise  # an interrupt inside of the module threading
             self._begun.acquire(blocking=False)
             why = CheckpointWriteError(
-                f"no thread can be started to write it ({error}). Give the store async_=False,"
-                " or raise the limit of threads (ulimit -u)."
+                f"no thread could be started to write the checkpoint ({error}). Pass"
+                " async_=False to the store, or raise the limit of threads (ulimit -u)."
             )
             self._error = self._alone(why)
             self._talk.end(str(self._error))
             self._done.set()
 
     def join(self) -> BaseException | None:
-        """Wait for the end of the save, and return its error.
+        """Wait for the end of the save, and return its error, if any.
 
-        Starts the save if an interrupt prevented its start: other ranks wait for it.
+        If an interrupt has prevented the start of the save, start it now, because other ranks
+        wait for this rank.
         """
         if not self._begun.locked():
             self.start()
@@ -226,29 +233,29 @@ class Writing:
         return self._error
 
     def hurry(self) -> None:
-        """Shorten the wait for other ranks, because one of them has failed."""
+        """Wait for other ranks only a short time from now on, because one of them has failed."""
         self._talk.hurried_at = time.monotonic()
 
     def give_up(self) -> None:
-        """Stop waiting for other ranks, and wait for the end of the save."""
+        """End the save without waiting for other ranks any longer."""
         self._talk.patience = 0.0
         if self._begun.locked():
             self._done.wait()
 
     def _run(self) -> None:
         if not self._begun.acquire(blocking=False):
-            return  # an interrupted `start` had started a thread already
+            return  # an interrupted call of `start` has already started a thread
         lock: BinaryIO | None = None
         try:
             lock = self._talk.begin()
             self._write(self._talk)
         except CheckpointWriteError as error:
-            self._error = error  # all ranks have it
+            self._error = error  # all ranks have this error
         except PeerFailedError as error:
-            self._error = error  # the other ranks have this error too
+            self._error = error  # the other running ranks have this error too
         except BaseException as error:  # noqa: BLE001 - raised in the training's thread
             self._error = self._alone(error)
-            with suppress(BaseException):  # this disk may be what has failed
+            with suppress(BaseException):  # this write may fail for the same reason
                 self._talk.end(str(self._error))
         finally:
             if lock is not None:
@@ -256,7 +263,10 @@ class Writing:
             self._done.set()
 
     def _alone(self, error: BaseException) -> CheckpointWriteError:
-        """Return this rank's own error as an error of the save."""
+        """Wrap an error of this rank in a `CheckpointWriteError`.
+
+        Its message says whether the state was saved.
+        """
         rank = self.save.rank
         is_there = files.is_there(self.save.final)
         begins = self.save.not_finished if is_there else self.save.not_saved
@@ -267,32 +277,32 @@ class Writing:
         return failure
 
 
-# The pending save of a store, and the exchange of its outcome.
+# The pending save of a store, and how ranks exchange its outcome.
 
 
 class PendingSave:
-    """The save that was started and not yet joined, if any.
+    """The background save of a store that ranks have started and not yet joined, if any.
 
     Attributes:
-        writing: the save's writing thread; None if no save is pending.
-        world: the world of the state that was saved last.
+        writing: the background save; None if no save is pending.
+        world: the world of the state that was saved last; None before the first save.
     """
 
     def __init__(self) -> None:
-        """Start without a save."""
+        """Initialize without a pending save."""
         self.writing: Writing | None = None
         self.world: World | None = None
 
     def is_of_others(self, now: "World | None") -> bool:
-        """Return whether ranks have regrouped since the save, into the given world."""
+        """Return whether ranks have regrouped since the last save, and now form this world."""
         if now is None or now.connection.regrouping is None:
             return False
         return self.world is None or self.world.connection is not now.connection
 
     def finish(self) -> CheckpointWriteError | None:
-        """Wait for the end of the save, and return its error, the same on all ranks.
+        """Wait for the end of the save, and return its error, which is the same on all ranks.
 
-        A failed save leaves no files.
+        If the save failed, its files are removed.
 
         Raises:
             PeerFailedError: a rank has failed.
@@ -303,7 +313,7 @@ class PendingSave:
         if writing is None or world is None:
             return None
         step = writing.save.step
-        # wait until all ranks have started: in a simulated world ranks take turns
+        # wait until all ranks have started the save: simulated ranks run one at a time
         gather_text("", world, label=f"store: wait for step {step}")
         error = writing.join()
         if isinstance(error, PeerFailedError):
@@ -313,10 +323,10 @@ class PendingSave:
         text = "" if error is None else str(error)
         texts = gather_text(text, world, label=f"store: outcome of step {step}")
         failure = _first(texts)
-        self.writing = None  # not before: an interrupt may have ended the waiting
+        self.writing = None  # only now, because an interrupt may have ended the wait
         if world.is_main:
             close_talk(writing.save)
-            if failure is not None:  # no rank writes to the directory any more
+            if failure is not None:  # now no rank writes to the directory
                 with suppress(OSError):  # the next save removes it
                     files.remove(writing.save.partial)
         if failure is not None:
@@ -324,9 +334,9 @@ class PendingSave:
         return failure
 
     def abandon(self) -> CheckpointWriteError | None:
-        """Finish a save after a rank has failed; return an error other than that failure.
+        """End the save after a rank has failed; return its error if it has another cause.
 
-        The checkpoint is complete, or it does not exist and a line on stderr says so.
+        Either the checkpoint is complete, or it does not exist and a line on stderr says so.
         """
         writing, self.writing = self.writing, None
         if writing is None:
@@ -342,14 +352,14 @@ class PendingSave:
     def rejoin(
         self, world: "World", error: CheckpointWriteError | None
     ) -> CheckpointWriteError | None:
-        """Continue in a new world, and return the first error that any of its ranks has."""
+        """Continue in a new world; return the first error that any of its ranks passes."""
         text = "" if error is None else str(error)
-        failure = _first(gather_text(text, world, label="store: ranks have met anew"))
+        failure = _first(gather_text(text, world, label="store: exchange errors"))
         self.world = world
         return failure
 
 
 def _first(texts: list[str]) -> CheckpointWriteError | None:
-    """Return the first nonempty text as an error, if any."""
+    """Return an error with the first text that is not empty; None if all are empty."""
     errors = [CheckpointWriteError(text) for text in texts if text]
     return errors[0] if errors else None

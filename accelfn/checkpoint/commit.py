@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The save protocol: all ranks write their files, then rank 0 commits them by one rename.
+"""The save protocol: all ranks write their files, then rank 0 renames the directory.
 
-A step begins when all ranks have finished the step before it:
+A phase begins after all ranks have completed the previous phase:
 
-1. Rank 0 makes a directory `.tmp-NAME`.
-2. Ranks exchange digests of their tensors. Equal tensors are divided among the ranks.
+1. Rank 0 creates a directory `.tmp-NAME`.
+2. Ranks exchange digests of their tensors, and divide the tensors that are equal on all ranks.
 3. Each rank writes and flushes its file.
 4. Rank 0 writes the manifest with all digests, flushes the directory, renames it to its
    final name, and flushes the rename.
 
-Before the rename the checkpoint does not exist; after the rename it is complete.
+Before the rename the checkpoint does not exist. After the rename it is complete.
 """
 
 import errno
@@ -42,13 +42,14 @@ from accelfn.errors import (
 )
 
 Exchange: TypeAlias = Callable[[str, str], list[str]]
-"""Gather texts: takes a label and this rank's text, returns all ranks' in rank order."""
+"""A function of a label and this rank's text that returns the texts of all ranks, in order."""
 
 
 class Phase(Enum):
-    """A part of a save, which all ranks complete or none.
+    """A phase of a save. It fails on all ranks if it fails on one.
 
-    The value labels the exchange of outcomes, and follows "could not" in errors.
+    The value is the label of the collective that exchanges outcomes. In error messages it
+    follows "could not".
     """
 
     BEGIN = "begin"
@@ -56,15 +57,15 @@ class Phase(Enum):
     DESCRIBE = "describe its contents"
     WRITE = "write its file"
     COMMIT = "write the manifest"
-    """Rank 0 acts alone. If its disk was too full to report the outcome, the existence of the
-    final directory decides."""
+    """Only rank 0 acts. If its disk is too full to write the outcome, the phase has succeeded
+    exactly if the final directory exists."""
     FINISH = "finish"
-    """The work after the commit. `CheckpointError` says that the new checkpoint is damaged, and
-    was removed. Any other error leaves it."""
+    """The work after the commit, such as removing old checkpoints. A `CheckpointError` means
+    that the new checkpoint was damaged and is removed. After any other error it is kept."""
 
 
 class Verdict(StrEnum):
-    """The outcome of a phase on a rank; the first word of the text that ranks exchange."""
+    """The outcome of a phase on a rank: the first word of the text that ranks exchange."""
 
     DONE = "done"
     FAILED = "failed"
@@ -73,7 +74,7 @@ class Verdict(StrEnum):
 
     @classmethod
     def of(cls, error: Exception, phase: Phase) -> "Verdict":
-        """Return the verdict on a phase that ended with an error."""
+        """Return the outcome of a phase that raised an error."""
         if isinstance(error, DirectoryInUseError):
             return cls.IN_USE
         if phase is Phase.FINISH and not isinstance(error, CheckpointError):
@@ -81,19 +82,20 @@ class Verdict(StrEnum):
         return cls.FAILED
 
 
-_NO_ROOM = f"{Verdict.FAILED} it had no room to say why"
+_NO_ROOM = f"{Verdict.FAILED} its disk was too full to write the error"
 
 
 @attrs.frozen(kw_only=True)
 class Contents:
-    """The data that one rank saves.
+    """The data of a state that one rank passes to a save.
 
     Attributes:
-        units: plain data by unit.
+        units: the fields and slots of the state as plain data, by unit (`params`, `slots.ema`).
         tensors: the tensors that the plain data refer to, by name.
-        slices: this rank's slice of each sharded tensor, by name.
-        copy: this rank's copy of the model if copies train independently; else None.
-        facts: further manifest entries: optimizer, transforms, data, kept.
+        slices: which slice of each sharded tensor this rank has, by name.
+        copy: the number of this rank's copy of the model, if copies of several ranks train
+            independently; None otherwise.
+        facts: further entries of the manifest, such as `optimizer` and `transforms`.
     """
 
     units: Mapping[str, Any]
@@ -109,10 +111,11 @@ class Division:
 
     Attributes:
         mine: the tensors that this rank writes.
-        per_rank: as in `Manifest`, like the attributes below.
-        trees_by_rank: the trees of every rank.
+        per_rank: the names of tensors that differ between ranks. This attribute and those below
+            become attributes of the `Manifest`.
+        trees_by_rank: each rank's trees of the units that differ between ranks.
         sharded: the slices of each sharded tensor.
-        copies: the copy of the model that each rank has.
+        copies: the number of the model's copy that each rank has.
     """
 
     mine: Mapping[str, torch.Tensor]
@@ -124,7 +127,7 @@ class Division:
     def manifest(
         self, contents: Contents, rank_files: Sequence[files.File], *, step: int
     ) -> Manifest:
-        """Return the manifest of the files that all ranks have written."""
+        """Return the manifest for the files that all ranks have written."""
         return Manifest(
             **contents.facts,
             step=step,
@@ -140,12 +143,12 @@ class Division:
 
 @attrs.frozen(kw_only=True)
 class Save:
-    """The destination of a checkpoint, and this rank's place in the world.
+    """A save: the directory of the checkpoint, the step, and this rank in the world.
 
     Attributes:
-        final: the directory of the finished checkpoint.
+        final: the final name of the checkpoint's directory.
         step: the state's step.
-        rank: this rank.
+        rank: the number of this rank.
         size: the number of ranks.
     """
 
@@ -156,18 +159,18 @@ class Save:
 
     @property
     def partial(self) -> Path:
-        """The directory of the unfinished checkpoint."""
+        """The temporary directory that ranks write to before the commit."""
         return self.final.parent / f".tmp-{self.final.name}"
 
     @property
     def not_saved(self) -> str:
-        """The beginning of an error about a state that was not saved."""
+        """The first words of the error message if the state was not saved."""
         return f"The state of step {self.step} was not saved"
 
     @property
     def not_finished(self) -> str:
-        """The beginning of an error in the work after the commit."""
-        return f"The state of step {self.step} was saved, but the work after it is not done"
+        """The first words of the error message if the work after the commit failed."""
+        return f"The state of step {self.step} was saved, but the work after the save failed"
 
     def run_on_all(
         self,
@@ -177,17 +180,20 @@ class Save:
         *,
         task: str = "",
     ) -> list[str]:
-        """Act on every rank and return all results, or raise on every rank.
+        """Run a phase on every rank; return all results, or raise an error on every rank.
 
         Args:
-            exchange: gathers the outcomes; None: this rank alone raises its error.
-            phase: the part of the save.
-            act: acts, and returns a text for all ranks.
-            task: the words for errors, if they are not the phase's value.
+            exchange: gathers the outcomes of all ranks. With None, each rank only raises its
+                own error.
+            phase: the phase of the save.
+            act: does this rank's work, and returns a text for all ranks.
+            task: what ranks do, in words for errors; by default the phase's value.
+
+        Returns: the texts of all ranks.
 
         Raises:
-            CheckpointWriteError: a rank failed; the error names the rank and the reason.
-            DirectoryInUseError: another job holds the directory.
+            CheckpointWriteError: a rank failed. The message names the rank and the reason.
+            DirectoryInUseError: another job has locked the directory.
         """
         failure: Exception | None = None
         task = task or phase.value
@@ -208,7 +214,7 @@ class Save:
             if verdict == Verdict.DONE:
                 results.append(message)
                 continue
-            # if rank 0 failed to begin, the directory belongs to another save
+            # if rank 0 could not begin, the directory belongs to another save: keep it
             if self.rank == 0 and (phase is not Phase.BEGIN or failure is None):
                 with suppress(OSError):
                     files.remove(self.partial)
@@ -223,20 +229,25 @@ class Save:
 
 
 def format_error(error: BaseException) -> str:
-    """Return an error's text, prefixed with its type unless accelfn or the system raised it."""
+    """Return an error's message.
+
+    The type of the error comes first, except for errors of accelfn and of the system.
+    """
     text = str(error)
     if not (isinstance(error, Error) or (isinstance(error, OSError) and error.errno)):
         text = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return text.encode(errors="backslashreplace").decode()  # a path may be any bytes
+    return text.encode(
+        errors="backslashreplace"
+    ).decode()  # paths may not be valid UTF-8
 
 
 def begin(save: Save) -> None:
-    """Make the directory; remove leftovers of an interrupted save of this name."""
+    """On rank 0, create the temporary directory; remove one that an interrupted save left."""
     if save.rank:
         return
     if arguments.exists(save.final):
         msg = (
-            f"{save.final} exists already; save to a new directory, such as"
+            f"{save.final} already exists. Save to a new directory, such as"
             f" {save.final.name}-2."
         )
         raise CheckpointError(msg)
@@ -246,11 +257,11 @@ def begin(save: Save) -> None:
 
 @contextmanager
 def new_directory(final: Path) -> Generator[Path]:
-    """Yield a directory to write into; it gets its name when all of it is on the disk.
+    """Yield a temporary directory to write to; rename it when its files are on the disk.
 
     Raises:
-        CheckpointError: the name is taken.
-        CheckpointWriteError: the disk failed; no directory of this name is left.
+        CheckpointError: the final directory exists already.
+        CheckpointWriteError: the disk failed; no directory of the final name is left.
     """
     job = Save(final=final.absolute(), step=0, rank=0, size=1)
     try:
@@ -265,7 +276,7 @@ def new_directory(final: Path) -> Generator[Path]:
 
 
 def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> None:
-    """Write a checkpoint into its unfinished directory, then rename the directory.
+    """Write a checkpoint to its temporary directory, then rename the directory.
 
     Raises:
         CheckpointWriteError: on every rank, if any rank failed.
@@ -309,10 +320,10 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
 
 
 def _describe_states(save: Save, contents: Mapping[str, Contents]) -> str:
-    """Return digests of this rank's values and the slices it holds, by state, as JSON.
+    """Return the descriptions that other ranks need to divide the writing, as JSON by state.
 
     Raises:
-        CheckpointError: this rank does not see the directory that rank 0 has made.
+        CheckpointError: this rank does not see the directory that rank 0 has created.
     """
     check_seen(save)
     for name in filter(None, contents if save.rank == 0 else ()):
@@ -324,21 +335,26 @@ def _describe_states(save: Save, contents: Mapping[str, Contents]) -> str:
 
 
 def check_seen(save: Save) -> None:
-    """Check that this rank sees the directory that rank 0 has made.
+    """Check that this rank sees the directory that rank 0 has created.
 
     Raises:
         CheckpointError: the directory is not visible.
     """
     if not arguments.is_directory(save.partial):
         msg = (
-            f"it does not see {save.partial}, which rank 0 has made. Give all ranks one"
-            " directory, on a disk that all see."
+            f"{save.partial} does not exist on this rank, although rank 0 created it. Use one"
+            " directory for all ranks, on a disk that all of them share."
         )
         raise CheckpointError(msg)
 
 
 def describe_contents(contents: Contents, *, is_alone: bool = False) -> dict[str, Any]:
-    """Return digests of this rank's values, and the slices it holds."""
+    """Return this rank's plain data, digests of its tensors, and its slices.
+
+    Args:
+        contents: the data of one state on this rank.
+        is_alone: whether there is only one rank. Then no digests are computed.
+    """
     full = {n: t for n, t in contents.tensors.items() if n not in contents.slices}
     parts = {n: t for n, t in contents.tensors.items() if n in contents.slices}
     of_parts = files.digests(parts) if contents.copy is not None else {}
@@ -360,7 +376,13 @@ def describe_contents(contents: Contents, *, is_alone: bool = False) -> dict[str
 def divide_writes(
     contents: Contents, ranks: Sequence[Mapping[str, Any]], rank: int
 ) -> Division:
-    """Divide the writing among ranks by the descriptions that all ranks have sent."""
+    """Divide the tensors among the ranks that write them.
+
+    Args:
+        contents: the data of one state on this rank.
+        ranks: the result of `describe_contents` on each rank.
+        rank: the number of this rank in `ranks`.
+    """
     copies = tuple(rank["copy"] for rank in ranks if rank["copy"] is not None)
     shardings = _slices_by_tensor(ranks, copies or (0,) * len(ranks))
     per_rank, trees_by_rank = _differing(ranks, shardings)
@@ -385,7 +407,11 @@ def divide_writes(
 def _slices_by_tensor(
     ranks: Sequence[Mapping[str, Any]], copies: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the file of each slice of sharded tensors, per copy where copies differ."""
+    """Return the slices of each sharded tensor, by file.
+
+    If copies of the model have different values of a tensor, the slices of every copy are
+    listed. Otherwise those of one copy are enough.
+    """
     places: dict[str, dict[int, Any]] = {}
     for rank, member in enumerate(ranks):
         for name, place in member["slices"].items():
@@ -401,7 +427,7 @@ def _slices_by_tensor(
 def _slices_by_file(
     by_rank: Mapping[int, Any], copies: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the file of each slice of a tensor: the first rank's among equal slices."""
+    """Return a tensor's slices by file; of equal slices, only that of the first rank."""
     slices: dict[tuple[int, str], tuple[str, Any]] = {}
     for rank, place in by_rank.items():
         box = {"offset": place["offset"], "size": place["size"]}
@@ -413,7 +439,7 @@ def _slices_by_file(
 
 
 def _differ(by_rank: Mapping[int, Any], copies: Sequence[int]) -> bool:
-    """Return whether copies have different values of a slice."""
+    """Return whether copies of the model have different values of any slice."""
     digests: dict[str, set[str]] = {}
     for place in by_rank.values():
         box = str((place["offset"], place["size"]))
@@ -424,7 +450,7 @@ def _differ(by_rank: Mapping[int, Any], copies: Sequence[int]) -> bool:
 def _differing(
     ranks: Sequence[Mapping[str, Any]], shardings: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], tuple[dict[str, Any], ...]]:
-    """Return the tensors and the units' trees that differ between ranks."""
+    """Return the names of the tensors, and the units' trees, that differ between ranks."""
     names = dict.fromkeys(name for rank in ranks for name in rank["tensors"])
     own_names = [n for n in names if len({r["tensors"].get(n) for r in ranks}) > 1]
     units = dict.fromkeys(name for rank in ranks for name in rank["units"])
@@ -449,7 +475,11 @@ def _tensors_to_write(
     *,
     place: tuple[int, int],
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors that this rank writes: its own, and its share of common ones."""
+    """Return the tensors that this rank writes.
+
+    A rank writes the tensors and slices that only it has, and its share of the tensors that are
+    equal on all ranks. The shares have about the same number of bytes.
+    """
     rank, size = place
     common = sorted(tensors.keys() - set(per_rank) - shardings.keys())
     sizes = [tensors[n].nbytes for n in common]
@@ -466,7 +496,7 @@ def _tensors_to_write(
 def write_file(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> files.File:
-    """Write a file of tensors; if the disk is full, the error has the free and needed bytes."""
+    """Write a file of tensors; if the disk is full, add the needed and free bytes to the error."""
     try:
         return files.write_tensors(path, tensors, metadata)
     except OSError as error:
@@ -480,22 +510,22 @@ def write_file(
         raise OSError(error.errno, reason, str(path)) from error
 
 
-# The lock: one job at a time writes to a directory of checkpoints.
+# The lock of a directory: only one job at a time can write checkpoints there.
 
 
 LOCK = ".lock"
 _LONGEST = 10_000
-"""Bytes of a lock file that are read; a lock has about 200."""
+"""The maximum number of bytes to read from a lock file; a lock has about 200 bytes."""
 
 
 @attrs.frozen
 class Lock:
-    """A lock file, and the text that claims it for this process.
+    """The lock of a directory: a file with a text that names the process that holds the lock.
 
     Attributes:
         path: the lock file.
-        pid: this process; a process forked from it does not hold the lock.
-        text: the text of the file while this process holds the lock.
+        pid: the number of this process. A process that is forked from it does not hold the lock.
+        text: the text that the file has while this process holds the lock.
     """
 
     path: Path
@@ -504,22 +534,22 @@ class Lock:
 
     @classmethod
     def of(cls, directory: Path) -> Self:
-        """Return the lock of a directory, not yet taken."""
+        """Return the lock of a directory; call `take` to acquire it."""
         pid = os.getpid()
         holder = {
             "host": socket.gethostname(),
             "pid": pid,
             "begun": _process_start(pid),
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
-            "token": uuid.uuid4().hex,  # of two locks of one process
+            "token": uuid.uuid4().hex,  # two stores of one process have different locks
         }
         return cls(directory / LOCK, pid, json.dumps(holder))
 
     def take(self) -> None:
-        """Take the lock, also from a dead process of this host.
+        """Acquire the lock; take it over from a process of this host that has ended.
 
         Raises:
-            DirectoryInUseError: a living process, or a process of another host, holds the lock.
+            DirectoryInUseError: a running process, or a process of another host, holds the lock.
         """
         while (text := _text_of(self.path)) != self.text:
             if text is None:
@@ -528,18 +558,18 @@ class Lock:
             holder = _refuse_living(self.path, text)
             if files.withdraw(self.path, text):
                 sys.stderr.write(
-                    f"accelfn: taking over {self.path} of {holder}, which is gone\n"
+                    f"accelfn: taking over the lock {self.path}: {holder} has ended\n"
                 )
 
     def release(self) -> None:
-        """Release the lock if this process took it."""
+        """Release the lock if this process acquired it."""
         if self.pid == os.getpid():
             with suppress(OSError):
                 files.withdraw(self.path, self.text)
 
 
 def _text_of(path: Path) -> str | None:
-    """Return a lock file's text: None without a file, "" if no lock wrote the file."""
+    """Return a lock file's text; None without a file, "" if the file is not a lock file."""
     try:
         with files.open_plain(path) as file:
             text = file.read(_LONGEST + 1).decode()
@@ -551,10 +581,10 @@ def _text_of(path: Path) -> str | None:
 
 
 def _refuse_living(path: Path, text: str) -> str:
-    """Return a description of the dead process of this host that held a lock.
+    """Return a description of the process that held a lock, if it has ended on this host.
 
     Raises:
-        DirectoryInUseError: the process may be alive, or the text is damaged.
+        DirectoryInUseError: the process may still be running, or the text is damaged.
     """
     try:
         holder = cast("dict[str, Any]", json.loads(text))
@@ -564,16 +594,17 @@ def _refuse_living(path: Path, text: str) -> str:
     if host == socket.gethostname() and _process_start(pid) != holder.get("begun"):
         return f"process {pid} of this host (since {since})"
     msg = (
-        f"{path.parent} is in use: a job writes its checkpoints there, held by {host}:{pid}"
-        f" since {since}. Use another directory; if that job is gone, remove {path}."
+        f"{path.parent} is in use: process {pid} on {host} has written its checkpoints there"
+        f" since {since}. Use another directory. If that process has ended, remove {path}."
     )
     raise DirectoryInUseError(msg)
 
 
 def _process_start(pid: int) -> str | None:
-    """Return the start time of a process of this host, in the system's unit; None if dead.
+    """Return the start time of a process of this host, in the system's unit; None if it ended.
 
-    The system reuses process numbers, but not a number together with a start time.
+    The system reuses process numbers, so only the number and the start time together identify
+    a process.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a checkpoint on any number of ranks: select files, reshard, merge what differed."""
+"""Read a checkpoint on any number of ranks: select files, reshard, and merge different values."""
 
 import contextlib
 from collections.abc import (
@@ -39,21 +39,22 @@ from accelfn.world import World
 
 @attrs.frozen(kw_only=True)
 class Source:
-    """A checkpoint as one rank reads it.
+    """How one rank reads the values of a checkpoint.
 
     Attributes:
-        folder: the checkpoint's directory; for tensors in memory, their name in errors.
+        folder: the checkpoint's directory. If the tensors are in memory, a name for errors.
         manifest: the checkpoint's manifest.
-        rank: the saved rank to read as.
+        rank: the saved rank whose values this rank gets.
         device: the device of the tensors to return.
         verify: whether to compare digests.
-        weights: the weight of each rank (or copy) in the mean of values that differed;
-            None: read the values that `rank` had.
-        sharded: the state's DTensors, by name.
-        slots: merged slots that replace the ranks' slots.
-        on_read: called with the number of bytes read since the last call.
-        held: the tensors of each file if they are in memory; None: read the folder.
-        means: precomputed means over ranks, if values were averaged as they arrived.
+        weights: the weight of each saved rank (or copy of the model) in the mean of values that
+            differ between ranks. None: no mean, but the values of `rank`.
+        sharded: the state's DTensors by name. Saved tensors are sharded like these.
+        slots: merged slots, which replace the slots of the saved ranks.
+        on_read: called with the number of bytes that were read since the last call.
+        held: the tensors of each file, if they are in memory. None: they are read from the
+            directory.
+        means: the means over ranks, if they were computed while the tensors arrived.
     """
 
     folder: Path | str
@@ -70,25 +71,26 @@ class Source:
 
     @classmethod
     def at(cls, folder: Path) -> Self:
-        """Open the checkpoint of one state."""
+        """Create the source of a checkpoint of a single state."""
         return cls(folder=folder, manifest=read_manifest(folder))
 
     @classmethod
     def all_at(cls, folder: Path) -> dict[str, Self]:
-        """Open all states of a checkpoint, by name; "" for a lone state."""
+        """Create the source of each state in a checkpoint, by name; a single state has ""."""
         manifests = read_manifests(folder)
         return {n: cls(folder=folder / n, manifest=m) for n, m in manifests.items()}
 
     def fields(self) -> dict[str, Any]:
-        """Return all fields."""
+        """Return all saved fields, with their tensors."""
         trees = self._trees
         fields = decode_fields(trees, self.tensors(_names_in(trees)))
         return {**fields, "slots": {**fields["slots"], **self.slots}}
 
     def outline(self) -> dict[str, Any]:
-        """Return all fields with placeholder tensors of the final shape, dtype and layout.
+        """Return all saved fields with placeholders for tensors, without reading a file.
 
-        Reads no file. A placeholder is on meta, or is the state's DTensor.
+        A placeholder has the shape, dtype and sharding of the tensor. It is on the meta device,
+        or it is the state's DTensor.
         """
         trees = self._trees
         return decode_fields(trees, {n: self._outline(n) for n in _names_in(trees)})
@@ -105,7 +107,7 @@ class Source:
 
     @property
     def names(self) -> set[str]:
-        """The names of the tensors in all fields except merged slots."""
+        """The names of the tensors in all fields, except those in merged slots."""
         return _names_in(self._trees)
 
     @property
@@ -115,7 +117,7 @@ class Source:
         return {unit: tree for unit, tree in trees.items() if unit not in merged_units}
 
     def tensors(self, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
-        """Return tensors by name, as DTensors where the state has DTensors."""
+        """Return tensors by name; a tensor is a DTensor if the state's tensor is a DTensor."""
         moving: AbstractSet[str] = frozenset()
         means: Mapping[str, torch.Tensor] = {}
         if self.weights is not None:
@@ -126,9 +128,10 @@ class Source:
         return tensors | {n: dtensor_like(tensors[n], t) for n, t in dtensors.items()}
 
     def of_rank(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
-        """Return tensors as a rank had them; a slice where the state has a DTensor.
+        """Return tensors with the values that a saved rank had.
 
-        Reads each file once.
+        If the state's tensor is a DTensor, return only this rank's slice. Each file is read
+        once.
         """
         plans = {name: self._plan(rank, name) for name in names}
         tensors: dict[str, torch.Tensor] = {}
@@ -159,7 +162,7 @@ class Source:
     def _read_file(
         self, file: str, names: AbstractSet[str]
     ) -> Mapping[str, torch.Tensor]:
-        """Return tensors of a file, on the host unless they are in memory already."""
+        """Return tensors of a file: from `held` if they are in memory, else read to the host."""
         if self.held is not None:
             return {name: self.held[file][name] for name in names}
         return files.read_tensors(
@@ -176,9 +179,9 @@ class Source:
         target = full_slice if dtensor is None else slice_of(dtensor) or full_slice
         if dtensor is not None and target.shape != spec.shape:
             msg = (
-                f"{self.folder}: {name} was saved as {spec.shape} {spec.dtype}, and the"
-                f" state's is {target.shape} {dtensor.dtype}. Load into a state of the model"
-                " that was saved."
+                f"{self.folder}: {name} was saved as {spec.shape} {spec.dtype}, but in this"
+                f" state it is {target.shape} {dtensor.dtype}. Create the state with the saved"
+                " model."
             )
             raise CheckpointError(msg)
         overlapping = {f: box for f, box in spec.parts.items() if target.within(box)}
@@ -192,10 +195,10 @@ class Source:
     def mean(
         self, parts: Callable[[int], Iterable[Mapping[str, torch.Tensor]]]
     ) -> dict[str, torch.Tensor]:
-        """Return the means over ranks or copies, reading one rank at a time.
+        """Return the weighted means over saved ranks (or copies), one rank after the other.
 
         Args:
-            parts: yields a rank's tensors in batches.
+            parts: a function of a saved rank that yields its tensors, some at a time.
         """
         weights = self.weights or ()
         total = sum(weights)
@@ -213,7 +216,7 @@ class Source:
 
 @attrs.frozen
 class _Plan:
-    """A slice to assemble, and the saved slices that overlap with it, by file."""
+    """How to read a tensor: the slice to return, and the saved slices of it by file."""
 
     target: Slice
     dtype: torch.dtype
@@ -223,10 +226,17 @@ class _Plan:
 def source_of(
     state: TrainState, manifest: Manifest, folder: Path | str, *, verify: bool = True
 ) -> Source:
-    """Return the source of a checkpoint for this rank.
+    """Return the source that reads a checkpoint for this rank.
+
+    Args:
+        state: the state to load into.
+        manifest: the manifest of the checkpoint.
+        folder: the directory of the checkpoint.
+        verify: whether to compare digests.
 
     Raises:
-        CheckpointError: the number of ranks changed, and values that differed have no mean.
+        CheckpointError: the number of ranks changed, and values that differ between the saved
+            ranks cannot be averaged.
     """
     return with_merged_slots(
         state, unmerged_source(state, manifest, folder, verify=verify)
@@ -236,7 +246,7 @@ def source_of(
 def unmerged_source(
     state: TrainState, manifest: Manifest, folder: Path | str, *, verify: bool = True
 ) -> Source:
-    """Return this rank's source before slots are merged; reads nothing."""
+    """Return this rank's source without merged slots; this reads no file."""
     world = state.world
     source = Source(
         folder=folder,
@@ -250,9 +260,9 @@ def unmerged_source(
 
 
 def is_compatible(state: TrainState, source: Source) -> bool:
-    """Return whether each rank can resume from exactly one saved rank."""
+    """Return whether each rank can continue with the values of one saved rank."""
     manifest, world = source.manifest, state.world
-    # ranks that share a copy cannot resume from ranks with a copy each, or the reverse
+    # ranks that share a copy of the model need a checkpoint from ranks that did so, too
     fits = manifest.copies == state.definition.copy_of_each
     if not manifest.copies:
         fits = fits and not source.sharded.keys() & set(manifest.per_rank)
@@ -261,10 +271,11 @@ def is_compatible(state: TrainState, source: Source) -> bool:
 
 
 def with_merged_slots(state: TrainState, source: Source) -> Source:
-    """Return the source with slots merged if the number of ranks changed.
+    """Return the source, with merged slots and means if ranks cannot continue one to one.
 
     Raises:
-        CheckpointError: the number of ranks changed, and values that differed have no mean.
+        CheckpointError: the number of ranks changed, and values that differ between the saved
+            ranks cannot be averaged.
     """
     if is_compatible(state, source):
         return source
@@ -280,7 +291,7 @@ def with_merged_slots(state: TrainState, source: Source) -> Source:
 
 
 def to_merge(state: TrainState, manifest: Manifest, rank: int) -> set[str]:
-    """Return the names of a rank's tensors in slots that are merged."""
+    """Return the names of a saved rank's tensors in the slots that transforms merge."""
     trees = manifest.trees_of(rank)
     slots = {f"slots.{transform.name}" for transform in _merging(state, manifest)}
     return _names_in({unit: trees[unit] for unit in slots & trees.keys()})
@@ -293,15 +304,16 @@ def _names_in(trees: Mapping[str, Any]) -> set[str]:
 def _sharded_tensors(
     state: TrainState, manifest: Manifest
 ) -> Mapping[str, torch.Tensor]:
-    """Return the DTensors that show how to shard saved tensors, by saved name.
+    """Return the DTensors that show how to shard saved tensors, by the saved name.
 
-    A tensor that the state does not have yet is sharded like its parameter.
+    If the state does not have a saved tensor yet, such as an optimizer's moment before the
+    first update, the DTensor is the parameter that the tensor belongs to.
     """
     fields = fields_of(state)
     if not any(map(is_shard, tree.tree_leaves(fields))):
         return _params_by_saved_name(state, manifest)
     tensors = encode_fields(fields)[1]
-    # a numbered name (<1>) may mean another tensor in the checkpoint
+    # in the checkpoint, a numbered name such as <1> may belong to another tensor
     names = {name for name in tensors if not name.startswith("<")}
     to_come = _params_by_saved_name(state, manifest)
     return {n: t for n, t in to_come.items() if n not in names} | tensors.sharded
@@ -310,9 +322,9 @@ def _sharded_tensors(
 def _params_by_saved_name(
     state: TrainState, manifest: Manifest
 ) -> Mapping[str, torch.Tensor]:
-    """Return the parameter for each saved tensor that is sharded like its parameter.
+    """Return the parameter of each saved tensor that must be sharded like a parameter.
 
-    Before its first step, a state has no optimizer entries that would show the sharding.
+    Before its first update, a state has no optimizer state that would show the sharding.
     """
     layout = state.definition.layout
     if layout is None:
@@ -328,7 +340,13 @@ def _params_by_saved_name(
 def _params_of(
     node: Any, params: Collection[str], within: str | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (tensor, parameter) names for tensors under a parameter in an encoded tree."""
+    """Yield the names of each tensor below a parameter's key in an encoded tree, and of that.
+
+    Args:
+        node: the encoded tree.
+        params: the names of parameters, which are keys in the tree.
+        within: the parameter that the node belongs to, if any.
+    """
     if isinstance(node, list):
         for item in cast("list[Any]", node):
             yield from _params_of(item, params, within)
@@ -341,7 +359,7 @@ def _params_of(
 
 
 def _merging(state: TrainState, manifest: Manifest) -> list[Any]:
-    """Return the transforms that merge the saved slots of ranks."""
+    """Return the transforms of the setup that merge the saved slots of several ranks."""
     names = manifest.slots & set(manifest.transforms)
     return [e for e in state.setup.owners["merge"] if e.name in names]
 
@@ -353,21 +371,24 @@ def _call_merge(
         weights, slot = transform.merge(slots, state.world)
     except Exception as error:
         msg = (
-            f"{source.folder}: {transform.name} cannot merge what its ranks saved:"
-            f" {error!r}."
+            f"{source.folder}: the transform {transform.name} could not merge the slots that"
+            f" the ranks saved: {error!r}."
         )
         raise CheckpointError(msg) from error
     if len(weights) != len(slots):
         msg = (
-            f"{source.folder}: {transform!r}.merge gave {len(weights)} weights for the"
-            f" slots of {len(slots)} ranks; expected one for each."
+            f"{source.folder}: {transform!r}.merge returned {len(weights)} weights for the"
+            f" slots of {len(slots)} ranks; expected one weight for each slot."
         )
         raise CheckpointError(msg)
     return weights, slot
 
 
 def _merge_by_average(state: TrainState, source: Source) -> Source:
-    """Return the source with a merged slot and the weights for the mean over ranks."""
+    """Return the source with the weights of the mean over ranks, and with a merged slot.
+
+    The transform that merges the slots determines the weights.
+    """
     manifest = source.manifest
     merging = _merging(state, manifest)
     with_mean = {"params", "buffers", "opt_state"}
@@ -376,9 +397,10 @@ def _merge_by_average(state: TrainState, source: Source) -> Source:
     without = sorted((set(manifest.differs) - with_mean) | own_units)
     if without or len(merging) != 1:
         msg = (
-            f"{source.folder} was saved on {manifest.world_size} ranks whose"
-            f" {', '.join(without or manifest.differs)} differed. Load it on as many, with the"
-            " setup and axes that it was saved with, or save where ranks agree."
+            f"{source.folder} was saved on {manifest.world_size} ranks that had different"
+            f" {', '.join(without or manifest.differs)}, and these cannot be averaged. Load it"
+            f" on {manifest.world_size} ranks with the saved setup and axes, or save when all"
+            " ranks have the same values."
         )
         raise CheckpointError(msg)
     (transform,) = merging
@@ -388,37 +410,38 @@ def _merge_by_average(state: TrainState, source: Source) -> Source:
 
 
 def _slot(source: Source, name: str, rank: int) -> Any:
-    """Return a transform's slot as a rank had it."""
+    """Return a transform's slot as a saved rank had it."""
     tree = source.manifest.trees_of(rank)[f"slots.{name}"]
     of_rank = attrs.evolve(source, rank=rank)
     return decode(tree, of_rank.tensors(set(tensors_in(tree))))
 
 
-# Moving a state without a disk: ranks broadcast their tensors, and each keeps its share.
+# Move a state without a disk: ranks broadcast their tensors, and each rank keeps what it needs.
 #
-# The manifest fixes the order, so all ranks know it. The first stage sends equal tensors,
-# tensors without a mean, and slots to merge. Each further stage sends the remaining tensors
-# of one rank (or copy). A rank that fails takes part in the remaining broadcasts, so that
-# nobody waits for it, and reports its error in the next exchange.
+# The order of the broadcasts follows from the manifest, so all ranks know it. The first stage
+# sends the tensors that are equal on all ranks, those that cannot be averaged, and those in
+# slots to merge. Each further stage sends the other tensors of one rank (or copy of the model).
+# A rank that fails still joins the remaining broadcasts, because other ranks would wait for it.
+# It reports its error in the next exchange of texts.
 
 
 Arrival = tuple[str, Mapping[str, torch.Tensor]]
-"""The name of a save's file, and some of its tensors."""
+"""The name of the file that a save would have written, and some of its tensors."""
 Held = dict[str, dict[str, torch.Tensor]]
-"""The tensors that this rank keeps on the host, by file."""
+"""The tensors that this rank keeps in host memory, by file and name."""
 
 _AT_ONCE = 25_000_000
-"""Bytes of a broadcast; small tensors are sent together."""
+"""Bytes after which a broadcast is full: small tensors are sent together."""
 
 
 @attrs.frozen(kw_only=True)
 class Sending:
-    """Tensors that one rank broadcasts together.
+    """A broadcast of several tensors of one rank.
 
     Attributes:
-        file: the file of a save that would hold the tensors.
-        entries: the tensors' entries in the file, by name.
-        root: the rank that sends.
+        file: the name of the file that a save would write these tensors to.
+        entries: the description of each tensor, by name.
+        root: the rank that sends the tensors.
     """
 
     file: str
@@ -427,10 +450,10 @@ class Sending:
 
 
 class Arrivals:
-    """The tensors of a save as they arrive on all ranks; each arrival is a collective.
+    """The broadcasts that send a state's tensors to all ranks.
 
-    A rank whose own part fails still completes the collective, and can continue with the next
-    one. After a failed collective it cannot.
+    If a rank fails outside of the collective itself, it still completes the broadcast, and can
+    join the next broadcast. After a failed broadcast it cannot.
     """
 
     def __init__(
@@ -439,18 +462,24 @@ class Arrivals:
         tensors: Mapping[str, torch.Tensor],
         world: World,
     ) -> None:
-        """Take the sendings, with None after each stage, and this rank's tensors."""
+        """Initialize with the broadcasts of all stages, and this rank's tensors.
+
+        Args:
+            sendings: the broadcasts in order, with None after each stage.
+            tensors: the tensors that this rank sends, by name.
+            world: the ranks that join the broadcasts.
+        """
         self._sendings, self._mine, self._world = sendings, tensors, world
         self.is_broken = False
 
     def stage(self) -> Iterator[Arrival]:
-        """Yield arriving tensors until the end of a stage."""
+        """Run the broadcasts of one stage, and yield the tensors of each."""
         while (sending := next(self._sendings, None)) is not None:
             yield sending.file, self._broadcast(sending)
 
     @contextlib.contextmanager
     def to_the_end(self) -> Generator[None]:
-        """Complete the remaining broadcasts if the block fails: other ranks wait there."""
+        """Run the remaining broadcasts if the `with` block raises: other ranks wait in them."""
         try:
             yield
         except Exception:
@@ -461,7 +490,7 @@ class Arrivals:
             raise
 
     def _broadcast(self, sending: Sending) -> dict[str, torch.Tensor]:
-        """Return tensors of one rank on all ranks."""
+        """Run one broadcast, and return its tensors by name."""
         error: Exception | None = None
         self.is_broken = True  # until the broadcast is complete
         try:
@@ -490,12 +519,12 @@ class Arrivals:
 def sendings(
     manifest: Manifest, merging: AbstractSet[str], givers: Sequence[int]
 ) -> Iterator[Sending | None]:
-    """Yield all sendings in order, and None after each stage.
+    """Yield all broadcasts in order, and None after each stage.
 
     Args:
         manifest: the manifest that a save would have written.
-        merging: the tensors in slots that are merged.
-        givers: the ranks that would have written files, in the order of the files.
+        merging: the names of the tensors in slots to merge.
+        givers: the ranks that send, in the order of the files that a save would have written.
     """
     to_average = manifest.with_mean - merging
     copies = manifest.copies or range(manifest.world_size)
@@ -515,16 +544,17 @@ def sendings(
 def receive(
     state: TrainState, manifest: Manifest, where: str, arrivals: Arrivals
 ) -> Source:
-    """Receive all tensors, and return the source that this rank continues from.
+    """Receive all tensors, and return the source of the state that this rank loads.
 
     Args:
-        state: the state to load into, in its new world.
-        manifest: the manifest of the arriving tensors.
+        state: the state to load into, in the new world.
+        manifest: the manifest of the tensors that are sent.
         where: the name of the source in errors.
-        arrivals: the arriving tensors.
+        arrivals: the broadcasts.
 
     Raises:
-        CheckpointError: as `source_of`.
+        CheckpointError: the number of ranks changed, and values that differ between the
+            sending ranks cannot be averaged.
     """
     by_file: Held = {}
     source = attrs.evolve(unmerged_source(state, manifest, where), held=by_file)
@@ -555,13 +585,15 @@ def _keep(
 def _completed_tensors(
     source: Source, rank: int, by_file: Held, arrivals: Iterator[Arrival]
 ) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Yield a rank's tensors as soon as all slices of a tensor are there, and drop them.
+    """Yield the tensors of a sending rank, each as soon as all of its slices have arrived.
+
+    Afterwards the slices are dropped from `by_file`.
 
     Args:
-        source: the source that this rank continues from.
-        rank: the rank that sends its tensors.
-        by_file: slices that wait for the other slices of their tensor.
-        arrivals: the arrivals of one stage.
+        source: the source of the state that this rank loads.
+        rank: the sending rank.
+        by_file: the slices that have arrived, until the other slices of their tensor arrive.
+        arrivals: the broadcasts of one stage.
     """
     names = source.names & source.manifest.with_mean
     files = {n: {f for f, _ in source.places(rank, {n})} for n in names}

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files with BLAKE3 digests, which are computed while writing and reading.
+"""Read and write safetensors files, and compute their BLAKE3 digests at the same time.
 
-Any safetensors reader can read these files. accelfn has its own writer because the library's
-computes no digest, does not flush, and holds a second copy of all tensors.
+Any safetensors reader can read these files. accelfn has its own writer, because the writer of
+the library computes no digests, does not flush, and needs a second copy of all tensors.
 
-The digest of a tensor covers the file up to the end of the tensor. So the first digest that
-differs names the changed tensor, and the last digest is the output of `b3sum`.
+The digest of a tensor is the digest of the file up to the end of that tensor. So the first
+digest that differs shows which tensor has changed, and the last digest is that of the file.
 """
 
 import ctypes
@@ -35,18 +35,18 @@ from accelfn.base import arguments, system
 from accelfn.base.arguments import read_hints
 from accelfn.errors import CheckpointCorruptError
 
-# Disk operations: write, rename, remove, lock. Changes are durable on return.
+# Write, rename, remove and lock files. When these functions return, the change is on the disk.
 #
-# Contents count as written after a flush of the file, and names after a flush of the directory.
-# After a crash, a file system may have kept any part of unflushed changes (Pillai et al. 2014,
-# "All File Systems Are Not Created Equal").
+# A file's data are on the disk after a flush of the file, and its name after a flush of the
+# directory. After a crash, a file system may have kept any subset of the changes that were not
+# flushed (Pillai et al. 2014, "All File Systems Are Not Created Equal").
 
 
 Chunk: TypeAlias = bytes | memoryview
 _PIECE = 1 << 23
-"""Bytes after which the disk starts to flush a file."""
+"""After this number of bytes, the system starts to flush what was written."""
 _sync_file_range = getattr(system.libc, "sync_file_range", None)
-"""Available on Linux."""
+"""A function of Linux; None on other systems."""
 if _sync_file_range is not None:
     _sync_file_range.argtypes = (
         *(ctypes.c_int, ctypes.c_int64, ctypes.c_int64),
@@ -57,7 +57,7 @@ _WRITE = 2
 
 
 def make(directory: Path) -> None:
-    """Make a directory and its missing parents, and flush them."""
+    """Create a directory and its missing parents, if necessary, and flush them."""
     if not arguments.is_directory(directory):
         make(directory.parent)
         directory.mkdir(exist_ok=True)
@@ -65,16 +65,16 @@ def make(directory: Path) -> None:
 
 
 def create(directory: Path) -> None:
-    """Make a new directory and its missing parents."""
+    """Create a new directory and its missing parents; raise an error if it exists."""
     make(directory.parent)
     directory.mkdir()
 
 
 def write(path: Path, chunks: Iterable[Chunk]) -> None:
-    """Write and flush a new file; the disk flushes a piece while the next is written.
+    """Write a new file and flush it; each piece is flushed while the next piece is written.
 
-    A failed flush is not repeated: its pages count as clean and are lost (Rebello et al.
-    2020, "Can Applications Recover from fsync Failures?").
+    A flush that failed is not tried again, because the system may have dropped the data
+    (Rebello et al. 2020, "Can Applications Recover from fsync Failures?").
     """
     try:
         with path.open("xb") as file:
@@ -91,13 +91,13 @@ def write(path: Path, chunks: Iterable[Chunk]) -> None:
 
 
 def _begin_flush(handle: int, begin: int, end: int) -> None:
-    """Start to flush a part of a file; the final flush reports errors."""
+    """Start to flush a range of a file's bytes; the final flush reports errors."""
     if _sync_file_range is not None:
         _sync_file_range(handle, begin, end - begin, _WRITE)
 
 
 def flush(directory: Path) -> None:
-    """Flush the names in a directory to the disk; Windows does so by itself."""
+    """Flush a directory, so that the names of its files are on the disk; Windows does it itself."""
     if system.IS_WINDOWS:
         return
     handle = os.open(directory, os.O_RDONLY)
@@ -110,7 +110,7 @@ def flush(directory: Path) -> None:
 
 
 def rename(path: Path, new: Path) -> None:
-    """Rename a directory to an unused name and flush, or leave the old name."""
+    """Rename a directory to an unused name, and flush; after an error it has its old name."""
     if arguments.exists(new):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
     path.rename(new)
@@ -122,7 +122,7 @@ def rename(path: Path, new: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a directory tree, if it exists."""
+    """Remove a file, or a directory with its files, if it exists."""
     with suppress(FileNotFoundError):  # another process may remove it at the same time
         if arguments.is_directory(path) and not path.is_symlink():
             shutil.rmtree(path)
@@ -131,7 +131,10 @@ def remove(path: Path) -> None:
 
 
 def claim(path: Path, text: str) -> bool:
-    """Write a small file atomically; return False if the file exists already."""
+    """Write a small file atomically; return whether this process created it.
+
+    Returns: False if the file exists already.
+    """
     draft = path.with_name(f".tmp-{uuid.uuid4().hex}")
     try:
         write(draft, [text.encode()])
@@ -148,7 +151,7 @@ def claim(path: Path, text: str) -> bool:
 
 
 def _claim_unlinked(path: Path, text: str) -> bool:
-    """Write the file on a file system without links; a crash may truncate the text."""
+    """Write the file of `claim` on a file system without links; a crash may truncate it."""
     try:
         write(path, [text.encode()])
     except FileExistsError:
@@ -160,7 +163,7 @@ def _claim_unlinked(path: Path, text: str) -> bool:
 
 
 def withdraw(path: Path, text: str) -> bool:
-    """Remove a file that has this text; return True in exactly one process."""
+    """Remove a file that has this text; only one process gets True, the one that removed it."""
     try:
         with path.open("rb+") as file:
             with suppress(OSError):  # some file systems have no such locks
@@ -178,7 +181,7 @@ def withdraw(path: Path, text: str) -> bool:
 
 
 def tell(path: Path, text: str) -> None:
-    """Publish a text to other ranks atomically; an empty file if the disk is full."""
+    """Write a text for other ranks atomically; write an empty file if the disk is full."""
     partial_path = path.with_name(f".{path.name}")
     try:
         partial_path.write_text(text, encoding="utf-8")
@@ -188,9 +191,9 @@ def tell(path: Path, text: str) -> None:
 
 
 def hold(path: Path) -> BinaryIO | None:
-    """Make a file and lock it until it is closed or this process ends in any way.
+    """Create a file, and lock it until it is closed or until this process ends in any way.
 
-    Returns: the file; None if the file system has no such locks.
+    Returns: the open file; None if the file system does not support such locks.
     """
     partial_path = path.with_name(f".{path.name}")
     with suppress(OSError):
@@ -207,7 +210,7 @@ def hold(path: Path) -> BinaryIO | None:
 
 
 def is_let_go(path: Path) -> bool:
-    """Return whether a process of this machine has released its lock of a file."""
+    """Return whether a process of this machine has released the lock that `hold` made."""
     with suppress(OSError), path.open("rb") as file:
         if file.read() == _mount(file.fileno()):
             system.lock(file.fileno(), shared=True)
@@ -216,7 +219,10 @@ def is_let_go(path: Path) -> bool:
 
 
 def _mount(handle: int) -> bytes:
-    """Return an identity of this machine and mount: locks are reliable only within one."""
+    """Return bytes that identify this machine and file system.
+
+    Locks are reliable only between processes of one machine, on one file system.
+    """
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -225,17 +231,17 @@ def _mount(handle: int) -> bytes:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether a path exists; False if the disk cannot tell."""
+    """Return whether a path exists; False if the disk raises an error."""
     with suppress(OSError):
         return arguments.exists(path)
     return False
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a regular file for reading.
+    """Open a regular file to read.
 
     Raises:
-        OSError: the path is missing, or is a link, a directory or a device.
+        OSError: the path does not exist, or is a symbolic link, a directory or a device.
     """
     handle = os.open(path, system.READ_PLAIN)
     try:
@@ -249,33 +255,42 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def _raise_named(error: OSError, path: Path) -> NoReturn:
-    """Raise the error with the path, which a failed write or flush leaves out."""
+    """Raise the error again with the path, because errors of writes and flushes have no path."""
     if error.filename is not None or error.errno is None:
         raise error
     raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
 
 
-# Hashing in a thread, while the file is read.
+# Compute digests in another thread, while the file is read.
 
 
 _TOGETHER = 1 << 20
-"""Minimum bytes of a task for the hashing thread: a small tensor alone costs more to submit."""
+"""The minimum number of bytes of a task for the hashing thread, because each task has a cost."""
 _AHEAD = 2
-"""Number of tasks that may wait to be hashed."""
+"""How many tasks may wait to be hashed before reading pauses."""
 
 
 class Hashing:
-    """Hashes the bytes of a file in another thread, many small tensors at once."""
+    """Hashes the bytes of a file in another thread, and compares the digests.
+
+    Small tensors are hashed together, in one task.
+    """
 
     def __init__(self, pool: ThreadPoolExecutor, path: Path) -> None:
-        """Take the thread and the file's path."""
+        """Initialize with a pool of one thread, and with the file's path for errors."""
         self._pool, self._path, self._digest = pool, path, blake3()
         self._read: list[tuple[memoryview, str, str | None]] = []
         self._num_bytes = 0
         self._pending: deque[Future[str | None]] = deque()
 
     def add(self, values: memoryview, label: str, digest: str | None) -> None:
-        """Add the next bytes, and the expected digest up to their end if it is known."""
+        """Add the next bytes of the file to hash.
+
+        Args:
+            values: the bytes.
+            label: the name of these bytes in errors, such as a tensor's name.
+            digest: the expected digest of the file up to the end of these bytes; None: unknown.
+        """
         self._read.append((values, label, digest))
         self._num_bytes += len(values)
         if self._num_bytes >= _TOGETHER:
@@ -284,10 +299,10 @@ class Hashing:
                 self._compare()
 
     def finish(self) -> None:
-        """Wait until all bytes are verified.
+        """Wait until all bytes are hashed and compared.
 
         Raises:
-            CheckpointCorruptError: a digest differs; the error names the first difference.
+            CheckpointCorruptError: a digest differs. The message names the first difference.
         """
         self._hand_over()
         while self._pending:
@@ -308,18 +323,20 @@ class Hashing:
         label = self._pending.popleft().result()
         if label is not None:
             msg = (
-                f"{self._path} is not what was saved: {label} differs in its BLAKE3."
-                " Load another checkpoint."
+                f"{self._path} has changed since it was saved: the BLAKE3 digest of {label}"
+                " differs. Load another checkpoint."
             )
             raise CheckpointCorruptError(msg)
 
 
 _BLOCK = 1 << 23
-"""Bytes per write, and the minimum per reading thread. The system caches a file in pieces as
-large as its writes, and mapping costs a page fault per piece: writes of 8 MiB take a sixth of the
-faults of 256 KiB."""
+"""The number of bytes of a write, and the least number of bytes for a reading thread.
+
+The system caches a file in pieces of the size of its writes, and each piece causes one page
+fault when the file is mapped. With 8 MiB there are a sixth of the faults of 256 KiB.
+"""
 ALIGNED = 64
-"""Alignment of tensors in bytes, as in torch; kernels may round differently without it."""
+"""The alignment of tensors in bytes, as in torch. Without it, kernels may round differently."""
 _LARGEST_HEADER = 1 << 28
 _MOST_DIMS = 64
 _NONE = "0" * 64
@@ -347,13 +364,13 @@ _NAMES_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 @attrs.frozen
 class Entry:
-    """A tensor's entry in a file.
+    """The description of a tensor in a file.
 
     Attributes:
         dtype: the dtype's name in safetensors.
         shape: the tensor's shape.
-        begin: the offset of the first byte in the file.
-        end: the offset after the last byte.
+        begin: the offset of the tensor's first byte in the file.
+        end: the offset after the tensor's last byte.
         blake3: the digest of the file up to `end`.
     """
 
@@ -365,7 +382,7 @@ class Entry:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """Return the entry that `attrs.asdict` described."""
+        """Create the entry from the dict that `attrs.asdict` returns for it."""
         return cls(**dict[str, Any](plain, shape=tuple(plain["shape"])))
 
     def empty(self) -> torch.Tensor:
@@ -375,13 +392,13 @@ class Entry:
 
 @attrs.frozen
 class File:
-    """A file of tensors.
+    """The description of a file of tensors.
 
     Attributes:
         size: the file's size in bytes.
         blake3: the digest of the whole file.
         header_blake3: the digest of the bytes before the first tensor.
-        tensors: entries by name, in the file's order.
+        tensors: the description of each tensor by name, in the order of the file.
     """
 
     size: int
@@ -391,7 +408,7 @@ class File:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """Return the file that `attrs.asdict` described.
+        """Create the description from the dict that `attrs.asdict` returns for it.
 
         Raises:
             ValueError: an entry is not a valid tensor, or the tensors do not fill the file.
@@ -400,7 +417,7 @@ class File:
         file = cls(plain["size"], plain["blake3"], plain["header_blake3"], tensors)
         at = min((tensor.begin for tensor in tensors.values()), default=file.size)
         if at > _LARGEST_HEADER:
-            msg = f"its header has {at} bytes according to the entries"
+            msg = f"the entries leave {at} bytes for the header, which is too much"
             raise ValueError(msg)
         for name, tensor in tensors.items():
             if tensor.begin != at or tensor.end != at + bytes_in(
@@ -410,7 +427,7 @@ class File:
                 raise ValueError(msg)
             at = tensor.end
         if at != file.size:
-            msg = f"its tensors end at byte {at} of {file.size}"
+            msg = f"the tensors of a file end at byte {at}, but the file has {file.size} bytes"
             raise ValueError(msg)
         return file
 
@@ -425,10 +442,10 @@ def bytes_in(dtype: str, shape: Sequence[int]) -> int:
         dtype not in DTYPES
         or len(shape) > _MOST_DIMS
         or any(type(n) is not int or n < 0 for n in shape)
-        # torch multiplies the lengths, but those that are 0, in 64 bits
+        # torch computes the product of all lengths except 0 in 64 bits
         or math.prod(n for n in shape if n) * 16 >= 2**63
     ):
-        msg = f"{dtype!r} of shape {shape[:_MOST_DIMS]} cannot be a tensor"
+        msg = f"no tensor has dtype {dtype!r} and shape {shape[:_MOST_DIMS]}"
         raise ValueError(msg)
     return math.prod(shape) * DTYPES[dtype].itemsize
 
@@ -438,8 +455,8 @@ def write_tensors(
 ) -> File:
     """Write tensors to a new file, flush it, and return its description.
 
-    A second thread hashes the file. Both threads copy tensors that are on a device or not
-    contiguous, one tensor at a time.
+    A second thread computes the digests. If a tensor is on a GPU or is not contiguous, both
+    threads make a copy of it, one tensor at a time.
     """
     header, entries = _header(tensors, metadata)
     with ThreadPoolExecutor(1, "accelfn-digest") as pool:
@@ -450,13 +467,13 @@ def write_tensors(
 
 
 def describe_file(tensors: Mapping[str, torch.Tensor]) -> File:
-    """Return the description of a file that is not written; its digests are zeros."""
+    """Return the description of a file without writing it; its digests are zeros."""
     header, entries = _header(tensors, {})
     return _describe(entries, len(header), [_NONE] * (1 + len(entries)))
 
 
 def _describe(entries: Mapping[str, Entry], begin: int, digests: Sequence[str]) -> File:
-    """Return a file's description from the digests up to its header and each tensor."""
+    """Return a file's description, given the digests up to its header and up to each tensor."""
     tensors = {
         name: attrs.evolve(entry, blake3=digest)
         for (name, entry), digest in zip(entries.items(), digests[1:], strict=True)
@@ -466,7 +483,7 @@ def _describe(entries: Mapping[str, Entry], begin: int, digests: Sequence[str]) 
 
 
 def ignore_progress(_count: int) -> None:
-    """Ignore the number of bytes that were read."""
+    """Do nothing; the default for `on_read`."""
 
 
 def read_tensors(
@@ -478,7 +495,7 @@ def read_tensors(
     verify: bool = True,
     on_read: OnRead = ignore_progress,
 ) -> dict[str, torch.Tensor]:
-    """Return the wanted tensors of a file after comparing the file with its description.
+    """Check that a file fits its description, and return some of its tensors.
 
     Args:
         path: the path of the file.
@@ -486,17 +503,17 @@ def read_tensors(
         wanted: the names of the tensors to return.
         device: the device of the returned tensors.
         verify: whether to read the whole file and compare its digests.
-        on_read: called with the number of bytes read since the last call.
+        on_read: called with the number of bytes that were read since the last call.
 
     Raises:
-        CheckpointCorruptError: the file is missing or has changed; the error names the first
-            changed tensor.
+        CheckpointCorruptError: the file is missing or has changed. The message names the first
+            tensor that has changed.
     """
     try:
         with open_plain(path) as stream:
             size = stream.seek(0, 2)
             if size != file.size:
-                msg = f"{path}: {size} bytes, the manifest says {file.size}."
+                msg = f"{path} has {size} bytes, but had {file.size} when it was saved."
                 raise CheckpointCorruptError(msg)
             reader = _read_verified if verify else _read_some
             tensors = reader(stream, path, file, wanted, on_read)
@@ -523,9 +540,9 @@ def _read_some(
 def _read_verified(
     stream: BinaryIO, path: Path, file: File, names: AbstractSet[str], on_read: OnRead
 ) -> dict[str, torch.Tensor]:
-    """Read a whole file, and hash it in another thread.
+    """Read a whole file while another thread computes its digests.
 
-    Tensors that are not wanted can have any size, so they are read in pieces.
+    Tensors that are not wanted are read in pieces, so they need little memory.
     """
     most = _BLOCK * torch.get_num_threads()
     tensors: dict[str, torch.Tensor] = {}
@@ -550,13 +567,13 @@ def _read_verified(
                 piece = empty((min(most, size - at),), torch.uint8)
                 is_last = at + most >= size
                 fill(bytes_of(piece), name, entry.blake3 if is_last else None)
-        fill(memoryview(b""), "the whole", file.blake3)
+        fill(memoryview(b""), "the whole file", file.blake3)
         hashing.finish()
     return tensors
 
 
 def _ends(header: bytes, values: Iterable[memoryview]) -> list[str]:
-    """Return the digest of a file up to the end of its header, and of each tensor."""
+    """Return the digests of a file up to the end of its header, and up to each tensor's end."""
     digest = blake3(header)
     hexdigests = [digest.hexdigest()]
     for value in values:
@@ -571,31 +588,33 @@ def _blocks(raw: memoryview, size: int = _BLOCK) -> Iterator[memoryview]:
 
 
 def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; `object_pairs_hook` of `json.loads`.
+    """Return a JSON object as a dict; pass this to `json.loads` as `object_pairs_hook`.
 
     Raises:
-        ValueError: a name appears twice.
+        ValueError: a key appears twice.
     """
     table = dict(pairs)
     if len(table) != len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        msg = f"the name {twice[:80]!r} comes twice"
+        msg = f"the name {twice[:80]!r} appears twice"
         raise ValueError(msg)
     return table
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return a dtype's name in safetensors."""
+    """Return the name that safetensors has for a dtype."""
     return _NAMES_OF[dtype]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's values as bytes, in its own memory if it is contiguous."""
+    """Return a tensor's values as bytes, without a copy if it is contiguous and on the CPU."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     if dense.is_complex():
         dense = torch.view_as_real(dense)
     flat = dense.reshape(-1)
-    if flat.stride() != (1,):  # any stride is contiguous for at most one element
+    if flat.stride() != (
+        1,
+    ):  # with at most one element, a tensor may have another stride
         flat = torch.empty_strided(flat.shape, (1,), dtype=flat.dtype).copy_(flat)
     return memoryview(cast("Any", flat.view(torch.uint8).numpy()))
 
@@ -613,10 +632,11 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 def _header(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, Entry]]:
-    """Return a file's header, and its entries in order; their digests are zeros.
+    """Return a file's header, and the description of each tensor with digests of zeros.
 
-    Tensors that fill whole lines of 64 bytes come first, so that all of them are aligned. The
-    rest is sorted by item size, largest first, so that offsets are multiples of the item size.
+    Tensors with a multiple of 64 bytes come first, so that all of them are aligned to 64 bytes.
+    The others are sorted by item size, largest first, so that their offsets are multiples of
+    their item size.
     """
 
     def place(name: str) -> tuple[bool, int, str]:
@@ -643,15 +663,15 @@ def _header(
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has torch's alignment; else kernels may round differently."""
+    """Return whether a tensor has torch's alignment; without it, kernels may round differently."""
     return tensor.data_ptr() % ALIGNED == 0
 
 
 def read_into(stream: BinaryIO, buffer: memoryview) -> None:
-    """Fill a buffer from a stream's position, with as many threads as torch computes with.
+    """Read bytes from a file's current position into a buffer, with torch's number of threads.
 
-    One thread copies cached data below the memory's bandwidth, and requests one piece at a time
-    from a disk. Each thread reads at least one block.
+    One thread alone uses only a part of the bandwidth of the memory or the disk. Each thread
+    reads at least `_BLOCK` bytes.
     """
     handle, begin = stream.fileno(), stream.tell()
     threads = min(torch.get_num_threads(), len(buffer) // _BLOCK)
@@ -674,15 +694,18 @@ def _read_at(handle: int, begin: int, buffer: memoryview) -> None:
     while at < len(buffer):
         got = system.read_at(handle, begin + at, buffer[at:])
         if not got:
-            raise OSError(None, "it ended while it was read")
+            raise OSError(None, "the file is shorter than expected")
         at += got
 
 
-# Hints for wrong paths: the format of the files there, and the function that reads them.
+# Hints for errors about a wrong path: which function reads the files at that path.
 
 
 def reader_of(path: Path) -> str:
-    """Return sentences about functions that read a path, each after a space; or ""."""
+    """Return sentences about the functions that read the files at a path; "" if none does.
+
+    A space precedes each sentence.
+    """
     hints: list[str] = []
     if arguments.is_directory(path):
         table = read_hints()["folders with a file"]
@@ -695,10 +718,10 @@ def reader_of(path: Path) -> str:
 
 
 def checkpoints_near(path: Path, name: str) -> str:
-    """Return a sentence, after a space, that names checkpoints in or next to a path.
+    """Return a sentence, after a space, that names the checkpoints in or next to a path.
 
     Args:
-        path: a path without a checkpoint.
+        path: a path that is not a checkpoint.
         name: the name of a file that every checkpoint has.
     """
     inside = arguments.is_directory(path)
@@ -710,36 +733,36 @@ def checkpoints_near(path: Path, name: str) -> str:
     except OSError:  # missing, or not readable
         names = []
     if not names:
-        return " af.save(state, directory) writes one."
+        return " af.save(state, directory) writes a checkpoint."
     text = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return f" {'In' if inside else 'Beside'} it there are {len(names)}: {text}."
+    return f" Checkpoints {'in' if inside else 'next to'} it: {text}."
 
 
-# Host memory in huge pages, if the system has them.
+# Allocate host memory in huge pages, if the system has them.
 #
-# The system provides memory at the first write, one page at a time. A model of 500 MB takes
-# 130,000 pages of 4 KiB, and providing them takes longer than reading its file. It takes 260
-# pages of 2 MiB.
+# The system provides memory at the first write, one page at a time. A model of 500 MB needs
+# about 122,000 pages of 4 KiB, and providing them takes longer than reading its file. With huge
+# pages of 2 MiB, the same model needs only about 240 pages.
 
 
 _HUGE_PAGE = 1 << 21
-"""Bytes of a huge page on most machines."""
+"""The number of bytes of a huge page on most machines."""
 _ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
-"""The `madvise` value of Linux; other systems have no huge-page advice."""
+"""The argument of `madvise` that requests huge pages on Linux; None on other systems."""
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate a host tensor to fill from a file.
+    """Return an uninitialized tensor in host memory, to read a file into.
 
-    Cost: `torch.empty`, and one system call for a large tensor. No huge page exceeds the
-    tensor, so memory use does not grow.
+    Cost: `torch.empty`, and one system call for a large tensor. Huge pages are used only inside
+    of the tensor's memory, so it needs no more memory.
     """
     tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     if _ADVICE is not None and tensor.nbytes >= 2 * _HUGE_PAGE:
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         last = end // mmap.PAGESIZE * mmap.PAGESIZE
-        # a system without huge pages ignores this and uses small pages
+        # if this fails, the system uses small pages
         system.libc.madvise(
             ctypes.c_void_p(first), ctypes.c_size_t(last - first), _ADVICE
         )

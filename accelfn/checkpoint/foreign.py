@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load what another library saved: tensors read in boxes, and the state made of them."""
+"""Load a training state that another library saved; sharded tensors are read in slices."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from typing import Any, Self
 import attrs
 import torch
 
-from accelfn.base.arguments import advise, as_path
+from accelfn.base.arguments import advise, as_path, list_names
 from accelfn.base.tree import is_shard
 from accelfn.checkpoint.load import Loaded, convert_dtype, differences, read_all_or_none
 from accelfn.checkpoint.save import fields_of, optimizer_name, with_fields
@@ -20,17 +20,17 @@ from accelfn.errors import CheckpointCorruptError, CheckpointError
 from accelfn.model.optimizer import entries_of
 from accelfn.state.state import TrainState, check_state
 
-# Tensors of another library's checkpoint, which are read in boxes.
+# Tensors in the checkpoint of another library. A rank can read only a slice of a tensor.
 
 
 @attrs.frozen(eq=False)
 class Piece:
-    """A tensor in files.
+    """A tensor in the files of another library.
 
     Attributes:
         dtype: the tensor's dtype.
-        shape: the full shape.
-        read: reads a box of the tensor into new memory.
+        shape: the tensor's full shape.
+        read: a function of a slice that reads the slice into new memory.
     """
 
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class Piece:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self:
-        """Return a piece of a tensor in memory."""
+        """Return a `Piece` for a tensor that is in memory."""
 
         def read(box: Slice) -> torch.Tensor:
             return box.of(tensor).clone(memory_format=torch.contiguous_format)
@@ -48,11 +48,11 @@ class Piece:
 
     @classmethod
     def of_runs(cls, shape: tuple[int, ...], runs: Sequence[torch.Tensor]) -> Self:
-        """Return a piece that concatenates flat tensors.
+        """Return a `Piece` for a tensor that is saved as several flat tensors.
 
         Args:
-            shape: the full shape.
-            runs: the elements in row-major order; at least one tensor.
+            shape: the tensor's full shape.
+            runs: one or more flat tensors; together they have the elements in row-major order.
 
         Raises:
             CheckpointCorruptError: the number of elements does not fit the shape.
@@ -60,7 +60,7 @@ class Piece:
         runs = [run.detach() for run in runs]
         ends = [0, *itertools.accumulate(map(len, runs))]
         if ends[-1] != math.prod(shape):
-            msg = f"A tensor of {shape} has {ends[-1]} elements in its files."
+            msg = f"A tensor of shape {shape} has {ends[-1]} elements in the files."
             raise CheckpointCorruptError(msg)
         dtype = runs[0].dtype
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -83,14 +83,14 @@ class Piece:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Found:
-    """The tensors of a saved training.
+    """The contents of a folder that another library saved.
 
     Attributes:
         weights: parameters and buffers, by their names in the model.
-        entries: the optimizer's tensors and numbers of each parameter, by its name.
-        step: the number of updates, if saved.
-        strange: names next to the weights that the model lacks.
-        left: names of other contents, which are not read.
+        entries: the optimizer's state of each parameter, by the parameter's name.
+        step: the number of updates; None if it was not saved.
+        strange: names of saved weights that the model does not have.
+        left: names of other saved values, which accelfn does not read.
     """
 
     weights: Mapping[str, Piece]
@@ -108,14 +108,16 @@ def load_found(
     *,
     strict: bool,
 ) -> Loaded:
-    """Return a report with a state of the tensors that are found in a folder; a collective.
+    """Load a folder of another library into a state; this is a collective.
 
     Args:
-        call: the caller, for errors.
-        state: provides model, optimizer, setup and world; it is not changed.
+        call: the name of the calling function in errors.
+        state: provides the model, optimizer, setup and world; it is not changed.
         directory: the folder.
-        find: returns what the folder has.
-        strict: False only warns about names that are missing or unexpected.
+        find: a function of the folder's path that returns what the folder contains.
+        strict: whether missing or unexpected names are an error. False only warns.
+
+    Returns: a report. Its `state` is the new state.
 
     Raises:
         CheckpointError: names, shapes or the optimizer differ.
@@ -137,7 +139,7 @@ def load_found(
 def _read_fields(
     state: TrainState, folder: Path, source: Found, *, strict: bool
 ) -> tuple[dict[str, Any], Loaded]:
-    """Read the fields of the new state, and return them with the report."""
+    """Read the fields of the new state, and return them with a report."""
     aliases = state.definition.skeleton.aliases
     weights = {aliases.get(n, n): weight for n, weight in source.weights.items()}
     entries = {aliases.get(n, n): entry for n, entry in source.entries.items()}
@@ -175,9 +177,9 @@ def _read_fields(
         fields["step"], fields["num_skipped"] = step, 0
     if source.step is None and len({*counts}) > 1:
         advise(
-            f"af.import_state: {folder} counts {min(counts)} to {max(counts)} updates of the"
-            f" parameters, as if some were thawed later. state.step is the largest, {step},"
-            " which is what a schedule needs if a parameter was trained from the beginning."
+            f"af.import_state: in {folder}, parameters have from {min(counts)} to {max(counts)}"
+            " updates, perhaps because some were unfrozen later. state.step is now the largest"
+            f" number, {step}, which is right if some parameter was trained from the start."
         )
     missing = [
         *(n for n in targets if n not in weights),
@@ -206,10 +208,11 @@ def _check_names(
     *,
     strict: bool,
 ) -> None:
-    """Reject tensors that do not fit the model, or warn about them.
+    """Check that saved weights fit the model; if `strict` is false, only warn about names.
 
     Raises:
-        CheckpointError: shapes or kinds of numbers differ, or names if `strict` is true.
+        CheckpointError: shapes differ, dtypes cannot be converted, or, if `strict` is true,
+            names differ.
     """
     placeholders = {
         n: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
@@ -229,7 +232,15 @@ def _check_names(
 def _place_piece(
     where: str, name: str, piece: Piece, old: torch.Tensor, cast: dict[str, str]
 ) -> torch.Tensor:
-    """Read this rank's part of a piece in the state's dtype, on its device."""
+    """Read this rank's slice of a saved tensor, and convert it to the state's dtype and device.
+
+    Args:
+        where: the name of the tensor in errors.
+        name: the name of the tensor in the report.
+        piece: the saved tensor.
+        old: the state's tensor.
+        cast: gets an entry if the dtype is converted.
+    """
     place = slice_of(old) or Slice.whole(old.shape)
     values = piece.read(place)
     if values.dtype != old.dtype:
@@ -239,7 +250,7 @@ def _place_piece(
 
 
 def _entry(where: str, key: str, value: Any, param: torch.Tensor) -> Any:
-    """Return an optimizer's entry of a parameter in the form that torch's optimizers load."""
+    """Return a saved optimizer value of a parameter with torch's device, dtype and sharding."""
     if not isinstance(value, Piece):
         return value
     if value.shape == tuple(param.shape) and key != "step":
@@ -253,22 +264,25 @@ def _entry(where: str, key: str, value: Any, param: torch.Tensor) -> Any:
 def _check_kept(
     state: TrainState, entries: Mapping[str, Mapping[str, Any]], folder: Path
 ) -> None:
-    """Reject entries of another optimizer, if the state's is one of torch's.
+    """Check that saved optimizer state has the entries of the state's optimizer.
+
+    The entries are known only for torch's own optimizers.
 
     Raises:
-        CheckpointError: the entries differ, or belong to parameters that the model lacks.
+        CheckpointError: entries differ, or belong to parameters that the model does not have.
     """
     unknown = sorted(entries.keys() - state.params.keys())
     if unknown:
-        msg = f"{folder}: an optimizer's {unknown[:5]} are no parameters of the model."
+        msg = f"{folder}: the model lacks parameters of the optimizer: {list_names(unknown)}."
         raise CheckpointError(msg)
     fresh_entries = entries_of(state.definition.optimizer, state.definition.skeleton)
     for name, entry in entries.items():
         fresh = fresh_entries.get(name)
         if fresh is not None and fresh.keys() != entry.keys():
             msg = (
-                f"{folder} has {sorted(entry)} of {name!r}, and {optimizer_name(state)}, the"
-                f" state's optimizer, keeps {sorted(fresh)}: it is another optimizer's, or its"
-                " options differ. Load the weights alone, with af.import_model."
+                f"{folder} has {list_names(sorted(entry))} for {name!r}, but this state's"
+                f" optimizer, {optimizer_name(state)}, has {list_names(sorted(fresh))}. The"
+                " saved optimizer was another one, or had other options. Create the state with"
+                " it, or load only the weights with af.import_model."
             )
             raise CheckpointError(msg)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load a checkpoint: `load` restores the whole state, `load_part` selected fields."""
+"""Load a checkpoint: `load` restores a whole state, and `load_part` restores some fields."""
 
 import difflib
 import itertools
@@ -43,37 +43,41 @@ from accelfn.model.optimizer import OTHERS, entries_of, group_key
 from accelfn.state.beginning import reset_slots
 from accelfn.state.state import TrainState, check_state
 
-# Comparing a checkpoint with the state to load into.
+# Compare a checkpoint with the state to load into.
 
 
 _SHOWN = 10
+"""The number of differences that an error message lists."""
 _LONG = 200
-"""Characters shown of a name; names in a file can have any length."""
+"""The number of characters of a name to show, because names in a file can have any length."""
 _MEANT = ("trainable", "options", "name", "opt_state", "slots")
-"""Words that `allow` takes in addition to the facts of the data."""
+"""Words that `allow` accepts, in addition to the names of facts of the data."""
 _CHANGES = {
     "params.": (
         "trainable",
         "trained",
         "write state.with_trainable(predicate) after the load, as the run did",
     ),
-    "setup.": ("options", "absent", "give the transforms the options that were saved"),
-    "name": ("name", "", "give TrainState.create the name that was saved"),
+    "setup.": ("options", "absent", "pass the saved options to the transforms"),
+    "name": ("name", "", "pass the saved name to TrainState.create"),
 }
-"""By prefix in a manifest's definition: the word of `allow`, the default, and the advice."""
+"""What to say if an entry of a manifest's definition differs, by the prefix of the entry.
+
+Each row has the word for `allow`, the text for an entry that is missing, and the advice.
+"""
 
 
 @attrs.frozen
 class Differences:
-    """The differences between some tensors and the expected tensors.
+    """The differences between saved tensors and the tensors of a state or model.
 
     Attributes:
-        missing: names that are expected and absent.
-        unexpected: names that are present and not expected.
-        shapes: by name, a text for each tensor with another shape.
-        dtypes: by name, a text for each tensor that differs in its dtype only.
-        uncastable: names of tensors that cannot be converted, such as floats to integers
-            or complex to real.
+        missing: names that are expected, but were not saved.
+        unexpected: names that were saved, but are not expected.
+        shapes: for each tensor with another shape, a text about it, by name.
+        dtypes: for each tensor that only has another dtype, a text about it, by name.
+        uncastable: names of tensors that cannot be converted to the expected dtype, for
+            example from float to integer or from complex to real.
     """
 
     missing: tuple[str, ...]
@@ -83,7 +87,7 @@ class Differences:
     uncastable: tuple[str, ...] = ()
 
     def describe(self, where: str, owner: str = "the state's") -> str:
-        """Return the differences as text, with the nearest expected name for each."""
+        """Return the differences as lines of text, with a similar name for each wrong name."""
         rows = [f"{where} differ from {owner}:"]
         kinds = {**self.shapes, **self.dtypes}
         for some in (
@@ -118,7 +122,7 @@ def differences(
     Args:
         old: the saved tensors, by name.
         current: the state's tensors, by name.
-        is_laid: whether the saved tensors must be DTensors if the state's are.
+        is_laid: whether a saved tensor must be a DTensor exactly if the state's tensor is.
     """
     common = [name for name in current if name in old]
     return Differences(
@@ -145,32 +149,34 @@ def differences(
 def _suggest_name(name: str, names: Iterable[str]) -> str:
     short_names = [other for other in list(names)[:1000] if len(other) <= _LONG]
     matches = difflib.get_close_matches(name[:_LONG], short_names, n=1, cutoff=0.7)
-    return f" (near {matches[0]})" if matches else ""
+    return f" (similar: {matches[0]})" if matches else ""
 
 
 def check_optimizer(state: TrainState, manifest: Manifest, folder: Path | str) -> None:
-    """Reject a checkpoint of another optimizer."""
+    """Raise `CheckpointError` if a checkpoint was saved with another optimizer class."""
     if manifest.optimizer != optimizer_name(state):
         msg = (
-            f"{folder} holds the state of {manifest.optimizer[:_LONG]}, but this state's"
+            f"{folder} has the state of {manifest.optimizer[:_LONG]}, but this state's"
             f" optimizer is {optimizer_name(state)}. Create the state with the saved optimizer,"
-            " or load all else: af.load_part(state, directory, only)."
+            ' or load only some fields: af.load_part(state, directory, ["params", "buffers"]).'
         )
         raise CheckpointError(msg)
 
 
 def check_transforms(state: TrainState, manifest: Manifest, folder: Path | str) -> None:
-    """Reject slots without a transform, and transforms without a slot."""
+    """Raise `CheckpointError` if saved slots and the setup's transforms do not match."""
     own_names = {transform.name for transform in state.setup}
     slots = manifest.slots
     absent = [n for n in manifest.transforms if n in slots and n not in own_names]
     names = (e.name for e in state.setup.owners["init"] if e.name in state.slots)
     new = [name for name in names if name not in slots]
     if absent or new:
+        lacks = f" Saved, but not in this setup: {', '.join(map(quote, absent))}."
+        more = f" In this setup, but not saved: {', '.join(map(quote, new))}."
         msg = (
-            f"{folder}: the setup differs from the saved one: slots of transforms that"
-            f" are gone {quote(absent)}, transforms without a saved slot {new}. Load into a"
-            " state of the saved setup, then use state.with_setup."
+            f"{folder}: the setup of this state differs from the saved setup."
+            f"{lacks if absent else ''}{more if new else ''} Create the state with the saved"
+            " setup, load, and then change the setup with state.with_setup(...)."
         )
         raise CheckpointError(msg)
 
@@ -178,7 +184,7 @@ def check_transforms(state: TrainState, manifest: Manifest, folder: Path | str) 
 def check_data(
     state: TrainState, manifest: Manifest, folder: Path | str, allow: Sequence[str]
 ) -> None:
-    """Reject unknown words in `allow`, and a checkpoint that was saved with other data."""
+    """Raise an error if `allow` has unknown words, or if the saved data were different."""
     facts = {} if state.data is None else state.data.facts
     words = (*dict.fromkeys((*(manifest.data or ()), *facts)), *_MEANT)
     if not {*allow} <= {*words}:
@@ -195,7 +201,7 @@ def check_data(
             for name in diffs[:_SHOWN]
         )
         msg = (
-            f"{folder} was saved with other data:\n{lines}\nTo accept that, write"
+            f"{folder} was saved with other data:\n{lines}\nTo load it anyway, write"
             f" af.load(..., allow={quote(tuple(diffs))})."
         )
         raise CheckpointError(msg)
@@ -208,28 +214,28 @@ def check_values(
     where: Path | str,
     allow: Sequence[str],
 ) -> None:
-    """Reject saved tensors and numbers that differ in kind or shape from the state's.
+    """Check that saved tensors and numbers have the types and shapes of the state's.
 
     Args:
         state: the state to load into.
         fields: the saved fields; their tensors need no values.
         manifest: the manifest of the checkpoint.
         where: the name of the checkpoint in errors.
-        allow: as in `load`.
+        allow: the differences to accept, as in `load`.
 
     Raises:
-        CheckpointError: kinds or shapes differ; the error lists them.
+        CheckpointError: types or shapes differ. The message lists the differences.
     """
     if manifest.kept.keys() - state.params.keys():
-        return  # `kept_of` raises and names these parameters
+        return  # `kept_of` raises an error that names these parameters
     params = {n: p for n, p in state.params.items() if n not in manifest.kept}
     for field, current in (("params", params), ("buffers", state.buffers)):
         diff = differences(fields[field], current, is_laid=True)
         if diff:
             msg = (
-                f"{diff.describe(f'{where}: {field}')}\nLoad into a state of the model that was"
-                ' saved; what fits into this one af.load_part(state, directory, ["params"],'
-                ' missing="init", extra="ignore") takes.'
+                f"{diff.describe(f'{where}: {field}')}\nCreate the state with the saved model."
+                " To load only the parameters that fit, write"
+                ' af.load_part(state, directory, ["params"], missing="init", extra="ignore").'
             )
             raise CheckpointError(msg)
     for field, rows in (
@@ -240,8 +246,8 @@ def check_values(
         if some:
             lines = "\n".join(f"  {row}" for row in some)
             msg = (
-                f"{where}: {field} do not fit the state:\n{lines}\nCreate the state with the"
-                " options that were saved. If the difference is meant, write"
+                f"{where}: the saved {field} does not fit this state:\n{lines}\nCreate the state"
+                " with the saved options. To load it anyway, write"
                 f" af.load(..., allow=({field!r},))."
             )
             raise CheckpointError(msg)
@@ -262,7 +268,11 @@ def _misfits_of_slots(state: TrainState, slots: Mapping[str, Any]) -> Iterator[s
 
 
 def _misfits_of_entries(state: TrainState, entries: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how optimizer entries differ from the state's, or from new ones of torch."""
+    """Yield a text for each difference between saved and expected optimizer state.
+
+    The expected entries are the state's. Before the first update, they are those that torch
+    would create.
+    """
     definition = state.definition
     fresh = entries_of(definition.optimizer, definition.skeleton) if entries else {}
     groups = definition.optimizer.param_groups
@@ -285,23 +295,28 @@ def _misfits_of_entries(state: TrainState, entries: Mapping[str, Any]) -> Iterat
 
 
 def _expected_like_param(state: TrainState, name: str, value: Any) -> Any:
-    """Return the parameter for a value of its shape and dtype; None accepts any value."""
+    """Return what to compare a saved optimizer value with; None accepts any saved value.
+
+    If the value has the shape and dtype of its parameter, this is the parameter, which also
+    shows whether the value must be sharded.
+    """
     if not isinstance(value, torch.Tensor) or not value.dim():
         return value
     param = state.params[name]
     if (value.shape, value.dtype) == (param.shape, param.dtype):
         return param
-    # an optimizer that reads parts of a parameter may keep a tensor of another shape
+    # under a layout, the value's shape depends on how the saved run sharded the parameter
     return value if state.definition.layout is None else None
 
 
 def _misfits(
     old: Any, current: Any, path: str, *, may_change: bool = False
 ) -> Iterator[str]:
-    """Yield a line for each difference in kind or shape; a current None accepts any value.
+    """Yield a text for each difference in type or shape between a saved and a current value.
 
-    With `may_change` (slots), tables may have other keys, such as parts that are under way, and
-    numbers and tensors may replace one another.
+    A current value of None accepts any saved value. `may_change` is for slots: keys may be
+    missing, because a slot has some entries only at times, and a scalar may be a number or a
+    tensor.
     """
     if isinstance(current, Mapping) and isinstance(old, Mapping):
         for key, value in cast("Mapping[Any, Any]", current).items():
@@ -316,18 +331,20 @@ def _misfits(
             yield from _misfits(*pair, inside, may_change=may_change)
     elif current is not None:
         one, other = _kind(old), _kind(current)
-        became_tensor = other == "a number" and one.startswith("a lone")
-        are_numbers = {one, other} <= {"a number", "a lone float", "a lone integer"}
+        became_tensor = other == "a number" and one.startswith("a scalar")
+        scalars = {"a number", "a scalar float tensor", "a scalar integer tensor"}
+        are_numbers = {one, other} <= scalars
         if one != other and not became_tensor and not (may_change and are_numbers):
             yield f"{path}: saved as {one}, expected {other}"
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor) and not value.dim():
-        # torch counts updates in float64 or float32, depending on default dtype and kernel
-        return "a lone float" if value.is_floating_point() else "a lone integer"
+        # torch counts updates in a float32 or float64 tensor, so dtypes of scalars may differ
+        kind = "float" if value.is_floating_point() else "integer"
+        return f"a scalar {kind} tensor"
     if isinstance(value, torch.Tensor):
-        split = " in parts" if is_shard(value) else ""
+        split = " (sharded)" if is_shard(value) else ""
         return f"{tuple(value.shape)} {value.dtype}{split}"
     if isinstance(value, (bool, int, float)):
         return "a number"
@@ -338,7 +355,7 @@ def _kind(value: Any) -> str:
 def warn_of_changes(
     state: TrainState, manifest: Manifest, where: Path | str, allow: Sequence[str]
 ) -> None:
-    """Warn if trainable parameters or options of transforms differ from the saved ones."""
+    """Warn if trainable parameters, transform options or the name differ from the saved run."""
     old_facts, now = manifest.definition, definition_of(state)
     if old_facts is None:
         return
@@ -354,24 +371,25 @@ def warn_of_changes(
         lines = "\n".join(rows[:_SHOWN])
         advise(
             f"{where} was saved by a run with other training options:\n{lines}\nTo continue that"
-            f" run, {' and '.join(hints.values())}. If the difference is meant, write"
+            f" run, {' and '.join(hints.values())}. If you want the difference, write"
             f" af.load(..., allow={(*hints,)!r})."
         )
 
 
-# Loading a part of a checkpoint, with a report.
+# Load some fields of a checkpoint, and report which names were loaded.
 
 
 @attrs.frozen(kw_only=True)
 class Loaded:
-    """The report of a partial load.
+    """The report of `load_part`.
 
     Attributes:
-        state: the given state with the loaded values.
-        loaded: the loaded names, such as `params.head.weight`.
-        missing: requested names that the checkpoint lacks; the state keeps its values.
-        unexpected: names of the checkpoint that the state has no place for.
-        cast: the old and the new dtype of each converted tensor, by name.
+        state: the new state, with the loaded values.
+        loaded: the names that were loaded, such as `params.head.weight`.
+        missing: the requested names that the checkpoint does not have. The state keeps its own
+            values for them.
+        unexpected: the names in the checkpoint that the state does not have.
+        cast: for each converted tensor, its old and its new dtype, by name.
     """
 
     state: TrainState = attrs.field(repr=False)
@@ -393,7 +411,7 @@ class Loaded:
 
 @attrs.frozen
 class Wanted:
-    """The fields to load, and the differences that are allowed; see `load_part`."""
+    """The fields to load and the differences to accept, which are arguments of `load_part`."""
 
     only: tuple[str, ...]
     missing: str
@@ -401,13 +419,13 @@ class Wanted:
     cast: bool
 
     def check(self) -> None:
-        """Reject other words than those of `load_part`."""
+        """Raise `ArgumentError` for values that `load_part` does not accept."""
         for name in self.only:
             field, dot, inside = name.partition(".")
             if field not in FIELDS or (dot and (field != "slots" or not inside)):
                 msg = (
-                    f"af.load_part(only={self.only!r}): expected some of {FIELDS}, or slots by"
-                    ' name as "slots.ema".'
+                    f"af.load_part(only={self.only!r}): expected names out of {FIELDS}, or one"
+                    ' slot, such as "slots.ema".'
                 )
                 raise ArgumentError(msg)
         for option, word, other in (
@@ -419,13 +437,13 @@ class Wanted:
                 raise ArgumentError(msg)
 
     def of(self, field: str, names: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the requested entries of a field."""
+        """Return the requested entries of a field, out of all entries by name."""
         if field in self.only:
             return dict(names)
         return {n: value for n, value in names.items() if f"{field}.{n}" in self.only}
 
     def refuses(self, diff: Differences) -> bool:
-        """Return whether there is a difference that is not allowed."""
+        """Return whether any of these differences is not accepted."""
         return bool(
             diff.shapes
             or (diff.dtypes and not self.cast)
@@ -438,7 +456,14 @@ class Wanted:
 def load_fields(
     state: TrainState, source: Source, request: Wanted, saved_fields: dict[str, Any]
 ) -> Loaded:
-    """Return the state with the requested saved fields, and the report."""
+    """Return a report with the new state, which has the requested saved fields.
+
+    Args:
+        state: keeps its values in all other fields; it is not changed.
+        source: the checkpoint, whose frozen parameters may be saved as hashes.
+        request: the fields to load.
+        saved_fields: all fields of the checkpoint.
+    """
     folder, fields = source.folder, fields_of(state.copy())
     if "params" in request.only:
         saved_fields["params"] = {**saved_fields["params"], **kept_of(source, state)}
@@ -482,40 +507,40 @@ def load_fields(
 def _restart_slots(
     before: TrainState, after: TrainState, names: list[str]
 ) -> TrainState:
-    """Return the state after a load of parameters, with dependent slots started again.
+    """Return the state after parameters were loaded, with new slots where possible.
 
-    Slots that were not loaded restart from the new parameters if no step has changed them. The
-    next update compares the parameters across ranks.
+    A slot that was not loaded, and that no step has changed, is created again from the new
+    parameters. The next update checks that all ranks have the same parameters.
     """
     slot_names = {name.split(".")[1] for name in names if name.startswith("slots.")}
     slots, going_on = reset_slots(before, after, kept=slot_names)
     if going_on:
+        names_of = ", ".join(map(repr, going_on))
         advise(
-            f"af.load_part: the parameters were loaded, and the slots of {going_on} go on as"
-            ' they were without them. Load these, too, only=["params", "slots"], or begin them'
-            " anew, by state.with_setup(...) without these transforms, and with them."
+            f"af.load_part: the parameters were loaded, but the slots of {names_of} were not,"
+            ' and no longer fit them. Load the slots too, with only=["params", "slots"], or'
+            " create them again: call state.with_setup(...) without these transforms, and then"
+            " with them."
         )
     after.definition.cache.is_to_compare = True  # ranks may have loaded different files
     return attrs.evolve(after, slots=slots)
 
 
 def convert_dtype(tensor: torch.Tensor, dtype: torch.dtype, place: str) -> torch.Tensor:
-    """Convert a tensor to another dtype, keeping finite values finite.
+    """Convert a tensor to another dtype, and check that finite values stay finite.
 
     Raises:
         CheckpointError: a finite value overflows in the new dtype.
     """
     new = tensor.to(dtype)
-    # some dtypes do not support isfinite; float64 does, and has all of their values
+    # some dtypes do not support isfinite, but float64 does, and can represent their values
     wide = (
         t.to(torch.complex128 if t.is_complex() else torch.float64)
         for t in (tensor, new)
     )
     before, after = (x.isfinite() for x in wide)
     if (before & ~after).any():
-        msg = (
-            f"{place} has values that {dtype} has not; it was saved as {tensor.dtype}."
-        )
+        msg = f"{place} was saved as {tensor.dtype}, and has values too large for {dtype}."
         raise CheckpointError(msg)
     return new
 
@@ -523,9 +548,9 @@ def convert_dtype(tensor: torch.Tensor, dtype: torch.dtype, place: str) -> torch
 def _places(
     field: str, fields: Mapping[str, Any], entries: Mapping[str, Any], request: Wanted
 ) -> dict[str, Any]:
-    """Return the requested entries that a state has a place for, by name."""
+    """Return the requested entries that the state has or can have, by name."""
     places = request.of(field, fields[field])
-    if field == "slots":  # a requested slot in neither counts as missing
+    if field == "slots":  # a requested slot counts as missing if nobody has it
         names = (
             n.removeprefix("slots.") for n in request.only if n.startswith("slots.")
         )
@@ -548,12 +573,12 @@ def _compare_field(
 
 
 def kept_of(source: Source, state: TrainState) -> dict[str, torch.Tensor]:
-    """Return copies of the frozen parameters that were saved as hashes only.
+    """Return copies of the state's parameters that were saved only as hashes.
 
-    A collective if these parameters are sharded.
+    The call is a collective if these parameters are sharded.
 
     Raises:
-        CheckpointError: the state has other frozen parameters.
+        CheckpointError: the state does not have these parameters with the saved values.
     """
     digests = source.manifest.kept
     if not digests:
@@ -563,10 +588,12 @@ def kept_of(source: Source, state: TrainState) -> dict[str, torch.Tensor]:
     differing = [n for n in params if current[n] != digests[n]]
     if differing or params.keys() != digests.keys():
         absent = sorted(digests.keys() - params.keys())
+        lacks = f" Missing: {list_names(absent)}." if absent else ""
+        more = f" With other values: {list_names(differing)}." if differing else ""
         msg = (
-            f'{source.folder} was saved with frozen="hash", and the state has other frozen'
-            f" parameters: missing {list_names(absent)}, with other values"
-            f" {list_names(differing)}. Import them first."
+            f'{source.folder} was saved with frozen="hash", so the state must have the same'
+            f" frozen parameters already.{lacks}{more} Load their values into the model"
+            " first, with af.import_model."
         )
         raise CheckpointError(msg)
     return {n: clone_shards(p) if is_shard(p) else p.clone() for n, p in params.items()}
@@ -576,19 +603,19 @@ T = TypeVar("T")
 
 
 def read_all_or_none(state: TrainState, read: Callable[[], T]) -> T:
-    """Read on this rank; for a split model, return only after all ranks have succeeded.
+    """Call `read`; if the model is sharded, return only after all ranks have succeeded.
 
-    The next calls gather parts of the model, and ranks would wait there for a rank that failed
-    to read its file.
+    After a load, ranks gather parts of a sharded model. They would wait there for a rank that
+    failed to read its file.
 
     Args:
-        state: its layout says whether the model is split.
-        read: reads without communication.
+        state: the state to load into. Its layout shows whether the model is sharded.
+        read: reads this rank's files, without communication.
 
-    Cost: two small gathers if the model is split.
+    Cost: two small gathers if the model is sharded.
 
     Raises:
-        CheckpointCorruptError: another rank's file is missing, or has changed.
+        CheckpointCorruptError: a file of another rank is missing, or has changed.
         CheckpointError: another rank failed for another reason.
         Exception: the error of `read` on this rank.
     """
@@ -607,7 +634,7 @@ def read_all_or_none(state: TrainState, read: Callable[[], T]) -> T:
         if report:
             is_corrupt, why = json.loads(report)
             kind = CheckpointCorruptError if is_corrupt else CheckpointError
-            msg = f"Rank {rank} could not read its part, so no rank loads: {why}"
+            msg = f"Rank {rank} could not read its files, so no rank loads the state: {why}"
             raise kind(msg)
     return outcome
 
@@ -620,35 +647,37 @@ def load(
     allow: Sequence[str] = (),
     verify: bool = True,
 ) -> States:
-    """Load a saved state into the definition of a given state; call it on all ranks.
+    """Return the saved state, with the definition of the given state; call it on all ranks.
 
-    Training resumes at the next sample on any number of ranks. Values that differed between
-    ranks, as between two averages of `local_sgd`, return to each rank if the number of ranks is
-    the same; otherwise all ranks get the average. The data must have the saved length, batch
-    size, order and fingerprint (a hash of some samples). If other parameters are trainable, or
-    transforms have other options, an `AccelfnWarning` lists the differences.
+    Training resumes at the next sample, on any number of ranks. Under `local_sgd`, for example,
+    ranks may have saved different values. On the same number of ranks, each rank gets its own
+    values back. On another number of ranks, all ranks get the average. The data must have the
+    saved length, batch size, order and fingerprint (a hash of some samples). If other
+    parameters are trainable, or if transforms have other options, an `AccelfnWarning` lists the
+    differences.
 
     Args:
-        state: provides model, optimizer, setup, data and world; it is not changed. For states
-            that were saved together, pass all of them by name; `load` then returns a dict.
+        state: provides the model, optimizer, setup, data and world; it is not changed. For
+            states that were saved together, pass a dict of all of them. Then `load` returns a
+            dict too.
         directory: a directory that `save` wrote.
-        allow: differences to accept: in the data "samples", "batch_size", "remainder", "order"
-            and "fingerprint"; also "trainable", "options" (of transforms), "name", and the kinds
-            and shapes of "opt_state" and "slots".
+        allow: the differences to accept. Words for the data are "samples", "batch_size",
+            "remainder", "order" and "fingerprint". Other words are "trainable", "options" (of
+            transforms), "name", and "opt_state" and "slots" (types and shapes of their values).
         verify: whether to compare every byte with its digest.
 
-    If the model is split among ranks, all ranks load or none does: a file that one rank cannot
-    read is an error on all ranks, and the error names the file.
+    If the model is sharded, either all ranks load or none does: if one rank cannot read a file,
+    all ranks raise an error that names the file.
 
-    Cost: reads the files that this rank needs once, with BLAKE3. A split model adds two small
-    gathers, and a gather of frozen parameters that were saved as hashes.
+    Cost: reads the files that this rank needs once, and computes their BLAKE3 digests. A sharded
+    model adds two small gathers, and a gather of frozen parameters that were saved as hashes.
 
     Raises:
-        CheckpointCorruptError: a file is missing or has changed; the error names the file and
-            its first changed tensor.
-        CheckpointError: model, transforms, optimizer, data or world differ from the saved
-            ones; the error lists the differences with the nearest names.
-        ArgumentError: an option is not one of these words.
+        CheckpointCorruptError: a file is missing or has changed. The message names the file
+            and its first changed tensor.
+        CheckpointError: the model, transforms, optimizer, data or world differ from the saved
+            run. The message lists the differences, with similar names.
+        ArgumentError: `allow` has an unknown word.
     """
     _, states = states_of("af.load(state, directory)", state)
     folder = as_path("af.load(state, directory)", directory, "a directory")
@@ -674,13 +703,13 @@ def restore_from(
     open_source: Callable[[], Source],
     allow: Sequence[str] = (),
 ) -> TrainState:
-    """Load a source into the definition of a given state.
+    """Return the state from a source, with the definition of the given state.
 
     Args:
-        state: provides model, optimizer, setup, data and world.
+        state: provides the model, optimizer, setup, data and world.
         where: the name of the source in errors.
-        open_source: returns the source.
-        allow: as in `load`.
+        open_source: returns the source of the saved fields, such as a checkpoint.
+        allow: the differences to accept, as in `load`.
     """
 
     def read() -> tuple[Source, dict[str, Any]]:
@@ -711,32 +740,33 @@ def load_part(
     allow: Sequence[str] = (),
     verify: bool = True,
 ) -> Loaded:
-    """Load selected fields of a saved state into a given state; call it on all ranks.
+    """Load some fields of a saved state into a state; call it on all ranks.
 
-    If you load parameters without a slot that depends on them, such as an average, the slot
-    restarts from the loaded parameters if no step has changed it. Otherwise the slot continues
-    and an `AccelfnWarning` names it. The next update compares the values across ranks.
+    Some slots depend on the parameters, such as the average of `ema`. If you load the
+    parameters without such a slot, and no step has changed the slot, it is created again from
+    the loaded parameters. Otherwise it keeps its value, and an `AccelfnWarning` names it. The
+    next update checks that all ranks have the same parameters.
 
     Args:
         state: keeps its values in all other fields; it is not changed.
         directory: a directory that `save` wrote. For states that were saved together, the
             directory of one state, such as `directory/generator`.
-        only: fields, of "params", "buffers", "opt_state", "step", "cursor", "seed",
-            "num_skipped" and "slots", or a slot by name ("slots.ema").
-        missing: "init" keeps the state's values for names that the checkpoint lacks.
-        extra: "ignore" skips names that the state has no place for.
-        cast: convert parameters and buffers to the state's dtypes; not floats to integers,
-            complex to real, or finite values to infinite ones.
-        allow: as in `load`, if you load the cursor.
-        verify: as in `load`.
+        only: the fields to load: "params", "buffers", "opt_state", "step", "cursor", "seed",
+            "num_skipped" or "slots", or one slot, such as "slots.ema".
+        missing: what to do if the checkpoint lacks a name. "init" keeps the state's value.
+        extra: what to do if the state lacks a saved name. "ignore" skips it.
+        cast: whether to convert parameters and buffers to the state's dtypes. Conversions from
+            float to integer, from complex to real, and of finite to infinite values are errors.
+        allow: the differences in the data to accept if you load the cursor, as in `load`.
+        verify: whether to compare every byte with its digest.
 
-    Returns: a report; its `state` is the new state.
+    Returns: a report. Its `state` is the new state.
 
-    Law: values, names and rejected cases are those of dicts.
+    Law: selecting, missing and extra names work as for Python dicts.
 
-    Cost: as `load`.
+    Cost: the same as the cost of `load`.
 
-    Raises: as `load`, for the selected fields.
+    Raises: the errors of `load`, for the selected fields.
     """
     call = "af.load_part(state, directory, only)"
     check_state(call, state)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest: the contents of a checkpoint and their files, as JSON with its own digest.
+"""The manifest: a JSON file that describes a checkpoint and has the digests of its files.
 
-The digest is on the second line, and covers all lines after it.
+Its second line has the digest of all the lines below.
 """
 
 import json
@@ -24,17 +24,17 @@ from accelfn.checkpoint.files import DTYPES, File, bytes_in
 from accelfn.checkpoint.slices import Slice, cover, of_copies
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 
-# The structure of a manifest: the values that are valid at each place of its JSON.
+# The structure of a manifest: which values are valid at each path of its JSON.
 #
-# Anyone can write a manifest with a correct digest. So accelfn checks every value before using
-# it, and no value can cost much time or memory.
+# Anybody can write a manifest with a correct digest. So accelfn checks each value before it
+# uses the value, and no value can make it use much time or memory.
 
 
 Rule: TypeAlias = Callable[[Any, str], object]
-"""Takes a value and its place, and raises `ValueError` if the value is not valid there."""
+"""A function of a value and its path that raises `ValueError` if the value is not valid."""
 
 MEMBER = re.compile(r"[A-Za-z0-9_-]{1,100}")
-"""The name of a state that is saved together with others, and of its directory."""
+"""Names of states that are saved together, which are also names of their directories."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST_COUNT = 2**63
 _SHORT = reprlib.Repr()
@@ -44,54 +44,55 @@ _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 20
 
 
 def quote(value: object) -> str:
-    """Return a value's shortened `repr`: a value from a file can have any size."""
+    """Return a shortened `repr` of a value, because values in a file can have any size."""
     return _SHORT.repr(value)[:200]
 
 
 def check_structure(plain: Any) -> None:
-    """Reject JSON that no save has written.
+    """Check that JSON has the structure of a manifest.
 
     Raises:
-        ValueError: names the place, the value and the expected kind.
+        ValueError: a value is not valid. The message has its path and what is expected.
     """
     _MANIFEST(plain, "")
 
 
 def check_files(world_size: int, files: dict[str, File]) -> None:
-    """Reject a list of files that is not one file per rank.
+    """Check that there is one file for each rank.
 
     Raises:
-        ValueError: names the unexpected files.
+        ValueError: there are other files. The message names them.
     """
     names = set(map(rank_file, range(len(files))))
     if len(files) != world_size or files.keys() != names:
         extra = quote(sorted(files.keys() - names))
-        msg = f"{len(files)} files are not those of {world_size} ranks; others are {extra}"
+        msg = f"expected a file for each of {world_size} ranks, got {len(files)} files"
+        msg += f", among them {extra}" if files.keys() - names else ""
         raise ValueError(msg)
 
 
 def check_copies(copies: list[int], world_size: int) -> None:
-    """Reject copies of the model that do not cover all ranks.
+    """Check the number of the model's copy that each rank has: 0, 1, ... without gaps.
 
     Raises:
-        ValueError: states the number of ranks.
+        ValueError: a number is missing, or there is not one for each rank.
     """
     numbers = {*copies}
-    # compare with their count: a range up to the largest number could fill all memory
+    # compare with a range of their count: the largest number could be huge
     if copies and (len(copies), numbers) != (world_size, {*range(len(numbers))}):
-        msg = f"{quote(copies)} are not the copies of {world_size} ranks"
+        msg = f"the copies {quote(copies)} are not valid for {world_size} ranks"
         raise ValueError(msg)
 
 
 def check_sharded(
     shardings: dict[str, Any], files: dict[str, File], copies: list[int]
 ) -> None:
-    """Reject slices that do not cover their tensor, or that are missing in their files.
+    """Check that slices are in their files, and that they cover their tensors exactly.
 
-    If the copies of a model have different slices, each copy is checked separately.
+    If copies of the model have their own slices of a tensor, each copy is checked.
 
     Raises:
-        ValueError: names the tensor.
+        ValueError: a slice is missing or wrong. The message names the tensor.
     """
     for name, spec in shardings.items():
         shape, boxes = tuple(spec["shape"]), dict[str, Slice]()
@@ -100,18 +101,17 @@ def check_sharded(
             boxes[file] = _slice(shape, box)
             kind = (spec["dtype"], boxes[file].size)
             if entry is None or (entry.dtype, entry.shape) != kind:
-                msg = f"{quote(file)} does not have the slice of {quote(name)} that is said"
+                msg = f"{quote(file)} does not have the listed slice of {quote(name)}"
                 raise ValueError(msg)
         of_each = of_copies(boxes, copies) or {0: boxes}
         is_of_all = len(of_each) in (1, len({*copies}))
         whole_each = all(cover(copy.values(), shape) for copy in of_each.values())
         if not (is_of_all and whole_each):
-            msg = (
-                f"the slices of {quote(name)} are not the whole of a tensor of shape"
-                f" {quote(shape)}"
-            )
+            msg = f"the slices of {quote(name)} do not cover a tensor of shape {quote(shape)}"
             raise ValueError(msg)
-        bytes_in(spec["dtype"], shape)  # no file lists a tensor without elements
+        bytes_in(
+            spec["dtype"], shape
+        )  # check also tensors without elements, in no file
 
 
 def _slice(shape: tuple[int, ...], plain: Mapping[str, Any]) -> Slice:
@@ -120,7 +120,7 @@ def _slice(shape: tuple[int, ...], plain: Mapping[str, Any]) -> Slice:
 
 def _expect(is_valid: object, kind: str, value: object, place: str) -> None:
     if not is_valid:
-        msg = f"{place or 'it'} is {quote(value)} where {kind} is expected"
+        msg = f"{place or 'the content'} is {quote(value)}, expected {kind}"
         raise ValueError(msg)
 
 
@@ -129,21 +129,21 @@ def _inside(place: str, key: object) -> str:
 
 
 def _text(value: Any, place: str) -> None:
-    _expect(isinstance(value, str), "text", value, place)
+    _expect(isinstance(value, str), "a string", value, place)
 
 
 def _check_integer(value: Any, place: str) -> None:
-    _expect(type(value) is int, "a whole number", value, place)
+    _expect(type(value) is int, "an integer", value, place)
 
 
 def _count(value: Any, place: str) -> None:
     is_count = type(value) is int and 0 <= value < _LARGEST_COUNT
-    _expect(is_count, "a count of less than 2**63", value, place)
+    _expect(is_count, "an integer from 0 to 2**63 - 1", value, place)
 
 
 def _digest(value: Any, place: str) -> None:
     is_digest = isinstance(value, str) and _DIGEST.fullmatch(value)
-    _expect(is_digest, "a digest of 64 digits", value, place)
+    _expect(is_digest, "a digest of 64 hexadecimal digits", value, place)
 
 
 def _one_of(words: Collection[str], kind: str) -> Rule:
@@ -176,7 +176,7 @@ def _table_of(rule: Rule) -> Rule:
 
 
 def _record(**rules: Rule) -> Rule:
-    kind = f"a record of {', '.join(rules)}"
+    kind = f"a table with exactly the keys {', '.join(rules)}"
 
     def rule_of_record(value: Any, place: str) -> None:
         is_record = isinstance(value, dict) and value.keys() == rules.keys()
@@ -190,7 +190,7 @@ def _record(**rules: Rule) -> Rule:
 def _row(*rules: Rule) -> Rule:
     def rule_of_row(value: Any, place: str) -> None:
         is_row = isinstance(value, list) and len(cast("list[Any]", value)) == len(rules)
-        _expect(is_row, f"a list of {len(rules)}", value, place)
+        _expect(is_row, f"a list of {len(rules)} items", value, place)
         for i, (item, rule) in enumerate(zip(value, rules, strict=True)):
             rule(item, _inside(place, i))
 
@@ -200,14 +200,14 @@ def _row(*rules: Rule) -> Rule:
 def _tree(
     value: Any, place: str, depth: int = MAX_DEPTH, kinds: Collection[str] = ()
 ) -> None:
-    """Check a tree encoded by `accelfn.base.codec`; `kinds` are those allowed at the root."""
+    """Check a tree that `accelfn.base.codec` encoded; `kinds` are the valid ones at the root."""
     if not kinds and (value is None or type(value) in (str, int, float, bool)):
         return
     kinds = kinds or _KINDS
     table = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
     kind, inside = next(iter(table.items()), ("", None))
     is_tree = len(table) == 1 and kind in kinds and depth >= 0
-    _expect(is_tree, f"one of {', '.join(kinds)}", value, place)
+    _expect(is_tree, f"a table with one key out of {', '.join(kinds)}", value, place)
     _KINDS[kind](inside, _inside(place, kind), depth - 1)
 
 
@@ -216,16 +216,16 @@ def _subtree(depth: int) -> Rule:
 
 
 def _key(value: Any, place: str) -> None:
-    _expect(type(value) in (str, int), "a key", value, place)
+    _expect(type(value) in (str, int), "a string or an integer", value, place)
 
 
 def _pairs(value: Any, place: str, depth: int) -> None:
     _list_of(_row(_key, _subtree(depth)))(value, place)
     keys = {(type(key), key) for key, _ in value}
-    _expect(len(keys) == len(value), "each key once", value, place)
+    _expect(len(keys) == len(value), "each key only once", value, place)
 
 
-_NOT_FINITE = _one_of(("nan", "inf", "-inf"), "a float's name")
+_NOT_FINITE = _one_of(("nan", "inf", "-inf"), "nan, inf or -inf")
 _KINDS: dict[str, Callable[[Any, str, int], object]] = {
     "tensor": lambda value, place, _: _text(value, place),
     "float": lambda value, place, _: _NOT_FINITE(value, place),
@@ -240,13 +240,13 @@ _KINDS: dict[str, Callable[[Any, str, int], object]] = {
 
 def _number(value: Any, place: str) -> None:
     is_small = type(value) is not int or abs(value) < _LARGEST_COUNT
-    _expect(is_small, "a number of less than 2**63", value, place)
+    _expect(is_small, "a number below 2**63", value, place)
     if type(value) not in (int, float):
         _tree(value, place, kinds=("float",))
 
 
 def _data(value: Any, place: str, depth: int = MAX_DEPTH) -> None:
-    _expect(depth >= 0, "something less deep", value, place)
+    _expect(depth >= 0, "fewer nested levels", value, place)
     if isinstance(value, (dict, list)):
         inside = _table_of if isinstance(value, dict) else _list_of
         inside(lambda item, place: _data(item, place, depth - 1))(value, place)
@@ -321,29 +321,29 @@ _MANIFEST = _record(
 _JOINT_MANIFEST = _record(blake3=_digest, format=_count, states=_table_of(_digest))
 
 
-# The contents of a manifest.
+# The manifest as an object, and reading it.
 
 
 NAME = "manifest.json"
 _LARGEST = 1 << 28
-"""Maximum bytes of a manifest; a million tensors need fewer."""
+"""The maximum number of bytes of a manifest; a million tensors need fewer."""
 _MOST, _SPARSE = 1 << 18, 16
-"""A manifest has at most `_MOST` lists and tables, or one per `_SPARSE` bytes.
+"""A manifest may have `_MOST` lists and tables, or one for every `_SPARSE` bytes if that is more.
 
-A real list or table of a tensor takes at least 30 bytes. Parsing lists and tables takes most of
-the time and memory.
+In real manifests, there are at least 30 bytes for each list or table. The limit bounds the time
+and memory of parsing, because lists and tables need most of it.
 """
 _DEPTH = 4
-"""Depth of nested tables that are written one entry per line."""
+"""How many levels of nested tables are written with one entry per line."""
 _JOINT = re.compile(rb'\{\n "[a-z0-9]+": "[^"\n]*",\n "format": 3,\n')
-"""The beginning of a file that names states that were saved together."""
+"""The first lines of the manifest of several states that were saved together."""
 _SEAL = re.compile(rb'\{\n "blake3": "([0-9a-f]{64})",\n')
 FORMAT = 2
 
 
 @attrs.frozen
 class Saved:
-    """A saved tensor: dtype, full shape, and its slice in each file that has a part of it."""
+    """A saved tensor: its dtype, its full shape, and the slice that each file has."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -352,27 +352,29 @@ class Saved:
 
 @attrs.frozen(kw_only=True)
 class Manifest:
-    """The contents of a checkpoint, and their files.
+    """The description of a checkpoint and its files.
 
     Attributes:
         step: the state's step.
-        world_size: the number of ranks that saved.
+        world_size: the number of ranks that saved the state.
         optimizer: the optimizer's class.
         transforms: the names of the setup's transforms.
-        data: facts of the data that must match on load; None without data.
-        trees: rank 0's tree of each unit (`params`, `slots.ema`), as plain data.
-        trees_by_rank: every rank's trees of the units that differ between ranks.
-        per_rank: tensors that differ between ranks. Every rank's file has its value, unless
-            the value equals that of the first rank of its copy.
-        sharded: dtype and full shape of each sharded tensor, and the slice in each file.
-        copies: the copy of the model that each rank had a part of, if copies of several ranks
-            trained independently; values that differed are saved for every copy. Else empty.
-        metrics: metrics that were saved with the state.
-        kept: digests of frozen parameters that were not written.
-        persistent: the buffers that belong in an exported model.
-        files: the files, by name.
-        definition: the parameters that are "frozen", and options of transforms as code; None
-            if an earlier version wrote the manifest.
+        data: properties of the data that must be equal on load; None for a state without data.
+        trees: the value of each unit (such as `params` or `slots.ema`) on rank 0, as a tree of
+            plain data.
+        trees_by_rank: for each rank, its trees of the units that differ between ranks.
+        per_rank: the names of tensors that differ between ranks. The file of each rank has its
+            value, unless the value equals that of the first rank with the same copy.
+        sharded: the dtype and full shape of each sharded tensor, and the slice in each file.
+        copies: for each rank, the number of its copy of the model, if copies of several ranks
+            trained independently. Then tensors that differ are saved for every copy. Empty if
+            copies of the model do not have several ranks.
+        metrics: the metrics that were saved with the state.
+        kept: the digests of frozen parameters that were not written (`frozen="hash"`).
+        persistent: the names of the buffers that belong to an exported model.
+        files: the description of each file, by name.
+        definition: the names of frozen parameters and the options of transforms, as texts; None
+            if an earlier version of accelfn wrote the manifest.
     """
 
     step: int
@@ -395,7 +397,7 @@ class Manifest:
         """Return the manifest as JSON, with its digest on the second line.
 
         Raises:
-            CheckpointError: the JSON would be too long to read.
+            CheckpointError: the JSON is longer than accelfn reads.
         """
         fields = attrs.asdict(self, recurse=False)
         for name in ("copies", "definition"):
@@ -409,22 +411,22 @@ class Manifest:
         }
         body = _lines(plain).encode().removeprefix(b"{\n")
         if len(body) > _LARGEST - 100:
-            msg = f"its manifest would have {len(body)} bytes; at most {_LARGEST} are read."
+            msg = f"the manifest would have {len(body)} bytes, more than {_LARGEST}."
             raise CheckpointError(msg)
         try:
             _check_density(body)
         except ValueError as error:
-            msg = f"its manifest could not be read: {error}. Store long lists as a tensor."
+            msg = f"the manifest could not be read: {error}. Store long lists as a tensor."
             raise CheckpointError(msg) from error
         return _with_digest(body)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Return the manifest that `to_bytes` wrote.
+        """Return the manifest from the bytes that `to_bytes` returned.
 
         Raises:
             CheckpointCorruptError: the data are not a valid manifest.
-            CheckpointError: the manifest has another format version.
+            CheckpointError: the manifest has another version of the format.
         """
         try:
             plain = _parse(data)
@@ -434,11 +436,11 @@ class Manifest:
                 _compare(data)
                 return cls._of(plain)
         except (ValueError, RecursionError) as error:
-            msg = f"it is not a manifest of a checkpoint: {error}"
+            msg = f"this is not a valid manifest of a checkpoint: {error}"
             raise CheckpointCorruptError(msg) from error
         msg = (
-            f"it has format {version}; this version of accelfn reads {FORMAT}. Load it with"
-            " the version that wrote it, or a newer one."
+            f"the checkpoint has format {version}, but this version of accelfn reads format"
+            f" {FORMAT}. Use the version that wrote the checkpoint, or a newer version."
         )
         raise CheckpointError(msg)
 
@@ -460,24 +462,28 @@ class Manifest:
         return manifest
 
     def _check_tensors(self) -> None:
-        """Reject trees with tensors that are in no file.
+        """Check that the files have all tensors that the trees refer to.
 
         Raises:
             ValueError: the number of trees is not the number of ranks, or steps differ.
             CheckpointCorruptError: a tensor is in no file.
         """
         if len(self.trees_by_rank) not in (0, self.world_size):
-            msg = f"{self.world_size} ranks have {len(self.trees_by_rank)} trees"
+            msg = f"expected {self.world_size} trees by rank, got {len(self.trees_by_rank)}"
             raise ValueError(msg)
         if self.trees["step"] != self.step:
-            msg = f"its step is {self.step}, and that of the state {self.trees['step']}"
+            msg = (
+                f"its step is {self.step}, but its state has step {self.trees['step']}"
+            )
             raise ValueError(msg)
         per_rank = set(self.per_rank)
         for unit, tree in self.trees.items():
             names = set(tensors_in(tree))
             self._find(names, 0)
             if unit not in self.own_units:
-                for rank in self.firsts:  # other ranks of a copy can read its file
+                for (
+                    rank
+                ) in self.firsts:  # other ranks of a copy can read this rank's file
                     self._find(names & per_rank, rank)
         for rank, trees in enumerate(self.trees_by_rank):
             for tree in trees.values():
@@ -489,7 +495,7 @@ class Manifest:
                 self.file_of(name, rank)
 
     def file_of(self, tensor: str, rank: int) -> str:
-        """Return the file of a tensor as a rank saved it.
+        """Return the name of the file with a tensor as this rank saved it.
 
         Raises:
             CheckpointCorruptError: no file has the tensor.
@@ -501,19 +507,19 @@ class Manifest:
             return self._places[tensor]
         first = rank_file(self.firsts[self.copies[rank]]) if self.copies else file
         if first not in self.files or tensor not in self.files[first].tensors:
-            msg = f"it names a tensor {tensor[:80]!r} that no file has."
+            msg = f"no file has the tensor {tensor[:80]!r} that the manifest lists."
             raise CheckpointCorruptError(msg)
         return first
 
     @cached_property
     def firsts(self) -> tuple[int, ...]:
-        """The first rank of each copy; all ranks if there are no copies of several ranks."""
+        """The first rank of each copy of the model; all ranks if each rank has its own copy."""
         copies = self.copies or tuple(range(self.world_size))
         first = {copy: rank for rank, copy in reversed([*enumerate(copies)])}
         return tuple(first[copy] for copy in sorted(first))
 
     def tensor(self, name: str, rank: int) -> Saved:
-        """Return the tensor of a name as a rank saved it.
+        """Return the description of a tensor as this rank saved it.
 
         Raises:
             CheckpointCorruptError: no file has the tensor.
@@ -532,8 +538,11 @@ class Manifest:
 
     @cached_property
     def with_mean(self) -> frozenset[str]:
-        """The tensors that differ between ranks and have a mean."""
-        # reversed: the first file that has a tensor decides its dtype
+        """The names of floating-point and complex tensors that differ between ranks.
+
+        Such tensors can be averaged.
+        """
+        # reversed, so that the first file with a tensor determines its dtype
         dtypes = {
             name: entry.dtype
             for file in reversed(list(self.files.values()))
@@ -548,7 +557,7 @@ class Manifest:
 
     @cached_property
     def _places(self) -> Mapping[str, str]:
-        """The file of each tensor that is equal on all ranks."""
+        """The name of the file of each tensor that is equal on all ranks."""
         per_rank = set(self.per_rank)
         return {
             tensor: name
@@ -558,24 +567,24 @@ class Manifest:
         }
 
     def trees_of(self, rank: int) -> dict[str, Any]:
-        """Return a rank's trees by unit, as plain data."""
+        """Return the trees of a rank by unit, as plain data."""
         trees = dict(self.trees_by_rank[rank]) if self.own_units else {}
         return {u: t for u, t in self.trees.items() if u not in self.own_units} | trees
 
     @cached_property
     def own_units(self) -> frozenset[str]:
-        """The units that have a tree of their own on each rank."""
+        """The units with a different tree on each rank."""
         return frozenset[str]().union(*self.trees_by_rank)
 
     @property
     def slots(self) -> frozenset[str]:
-        """The names of all slots, those of transforms and those of the user."""
+        """The names of all slots, of transforms and of the user."""
         slots = (unit for unit in self.trees if unit.startswith("slots."))
         return frozenset(unit.removeprefix("slots.") for unit in slots)
 
     @property
     def differs(self) -> tuple[str, ...]:
-        """The units that differ between ranks."""
+        """The units that differ between ranks, in their trees or in their tensors."""
         names = self.differing
         of_tensors = {
             unit for unit, tree in self.trees.items() if names & set(tensors_in(tree))
@@ -584,7 +593,7 @@ class Manifest:
 
     @cached_property
     def differing(self) -> frozenset[str]:
-        """The tensors that differ between ranks."""
+        """The names of the tensors that differ between ranks."""
         by_copy = {
             name
             for name, spec in self.sharded.items()
@@ -594,7 +603,7 @@ class Manifest:
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of a rank's file."""
+    """Return the name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -605,25 +614,23 @@ def read_manifest(
 
     Args:
         folder: the checkpoint's directory.
-        name: the state to read, if several were saved together; "" for a lone state.
-        names: the names of all expected states.
+        name: the state to read, if several were saved together; "" for a single state.
+        names: the names of all states that the checkpoint must have.
 
     Raises:
-        CheckpointError: the folder has no checkpoint, or has another format or other states.
-        CheckpointCorruptError: the manifest has changed, or files are missing or unknown.
+        CheckpointError: the folder has no checkpoint, or one of another format or other states.
+        CheckpointCorruptError: the manifest has changed, or files are missing or unexpected.
     """
     digests = digests_in(folder)
     if digests.keys() != {*names}:
         if "" in digests:
-            read_manifest(
-                folder
-            )  # raises if a damaged file only looks like a lone state
+            read_manifest(folder)  # raises an error if the manifest is damaged
         raise _of_others(folder, digests, names)
     folder /= name
     missing_error = CheckpointCorruptError if name else CheckpointError
     data, path = _read_bytes(folder, missing_error), folder / NAME
     if digests[name] not in (None, blake3(data).hexdigest()):
-        msg = f"{path} is not the one that was saved with the others. Load another checkpoint."
+        msg = f"{path} was not saved with the checkpoint's other states. Load another checkpoint."
         raise CheckpointCorruptError(msg)
     try:
         manifest = Manifest.from_bytes(data)
@@ -633,11 +640,9 @@ def read_manifest(
     present = {path.name for path in folder.glob("*.safetensors")}
     missing, extra = manifest.files.keys() - present, present - manifest.files.keys()
     if missing or extra:
-        msg = (
-            f"{folder}: files that the manifest names are missing:"
-            f" {quote(sorted(missing))}; files that it does not name:"
-            f" {quote(sorted(extra))}."
-        )
+        lacks = f" Files are missing: {quote(sorted(missing))}." if missing else ""
+        more = f" The manifest does not list {quote(sorted(extra))}." if extra else ""
+        msg = f"{folder} is damaged.{lacks}{more} Load another checkpoint."
         raise CheckpointCorruptError(msg)
     return manifest
 
@@ -645,16 +650,16 @@ def read_manifest(
 def read_manifests(folder: Path) -> dict[str, Manifest]:
     """Read the manifests of all states in a checkpoint, by name.
 
-    Raises: as `read_manifest`.
+    Raises: the errors of `read_manifest`.
     """
     names = digests_in(folder)
     return {name: read_manifest(folder, name, names=names) for name in names}
 
 
 def digests_in(folder: Path) -> dict[str, str | None]:
-    """Read the digests of the manifests of states that were saved together, by name.
+    """Read the names of states that were saved together, with the digests of their manifests.
 
-    A lone state has the name "" and the digest None.
+    A single state has the name "" and the digest None.
 
     Raises:
         CheckpointError: the folder has no checkpoint.
@@ -671,26 +676,27 @@ def digests_in(folder: Path) -> dict[str, str | None]:
         are_names = names and all(map(MEMBER.fullmatch, names))
         _expect(are_names, "a table of states by name", names, "states")
     except (ValueError, RecursionError, CheckpointCorruptError) as error:
-        msg = f"{folder / NAME}: it names no states that were saved together: {error}"
+        msg = f"{folder / NAME} is not a valid list of states saved together: {error}"
         raise CheckpointCorruptError(msg) from error
     return names
 
 
 def joint_bytes(digests: Mapping[str, str]) -> bytes:
-    """Return the manifest of states that are saved together, from their digests."""
+    """Return the joint manifest of several states, from the digests of their manifests."""
     plain = {"format": 3, "states": dict(digests)}
     return _with_digest(_lines(plain).encode().removeprefix(b"{\n"))
 
 
 def check_not_joint(folder: Path) -> None:
-    """Reject the directory of a state that was saved together with other states.
+    """Check that a directory is not that of one out of several states that were saved together.
 
     Raises:
-        CheckpointError: the directory is such a state's; the error shows how to load all.
+        CheckpointError: the directory is such a directory. The message shows how to load all
+            states.
     """
     parent, name = folder.absolute().parent, folder.absolute().name
     digests = dict[str, str | None]()
-    with suppress(CheckpointError):  # most folders have other neighbors
+    with suppress(CheckpointError):  # mostly, the parent is not a checkpoint
         digests = digests_in(parent)
     if name in digests:
         raise _of_others(parent, digests, [name])
@@ -700,13 +706,16 @@ def _of_others(
     folder: Path, states: Collection[str], names: Collection[str]
 ) -> CheckpointError:
     """Return the error for a checkpoint that has other states than expected."""
-    has, wants = (", ".join(sorted(n)) or "one state" for n in (states, names))
-    msg = f"{folder}: expected {wants}, and it has {has}. Load it with"
+    has, wants = (
+        f"states named {text}" if (text := ", ".join(sorted(n))) else "a single state"
+        for n in (states, names)
+    )
+    msg = f"{folder}: expected {wants}, but the checkpoint has {has}. Load it with"
     if "" in states:
         return CheckpointError(f"{msg} af.load(state, {str(folder)!r}).")
     table = ", ".join(f'"{name}": ...' for name in sorted(states))
     return CheckpointError(
-        f"{msg} af.load({{{table}}}, {str(folder)!r}), or fields of one of them with"
+        f"{msg} af.load({{{table}}}, {str(folder)!r}), or load fields of one state with"
         f" af.load_part(state, {str(folder / min(states))!r}, only)."
     )
 
@@ -716,14 +725,14 @@ def _read_bytes(
 ) -> bytes:
     """Return the bytes of a directory's manifest.
 
-    Raises: as `read_manifest`; `missing_error` if the file is missing.
+    Raises: the errors of `read_manifest`, and `missing_error` if the file is missing.
     """
     path = folder / NAME
     try:
         with files.open_plain(path) as stream:
             size = stream.seek(0, 2)
             if size > _LARGEST:
-                msg = f"{path}: {size} bytes; a manifest has at most {_LARGEST}."
+                msg = f"{path} has {size} bytes, but a manifest has at most {_LARGEST}."
                 raise CheckpointCorruptError(msg)
             stream.seek(0)
             return stream.read()
@@ -745,12 +754,12 @@ def _read_bytes(
 
 
 def _with_digest(body: bytes) -> bytes:
-    """Return lines of JSON with their digest inserted first."""
+    """Return lines of JSON, with a first line that has their digest."""
     return f'{{\n "blake3": "{blake3(body).hexdigest()}",\n'.encode() + body
 
 
 def _lines(value: Any, depth: int = 0) -> str:
-    """Return JSON with one tensor per line."""
+    """Return JSON with one line for each tensor."""
     if depth == _DEPTH or not isinstance(value, dict) or not value:
         return json.dumps(value)
     items = cast("dict[str, Any]", value).items()
@@ -765,14 +774,14 @@ def _parse(data: bytes) -> Any:
 
 
 def _check_density(data: bytes) -> None:
-    """Reject JSON with more lists and tables than a save writes.
+    """Check that JSON does not have more lists and tables than a save writes.
 
     Raises:
-        ValueError: there are more.
+        ValueError: it has more.
     """
     count = data.count(b"[") + data.count(b"{")
     if count > max(_MOST, len(data) // _SPARSE):
-        msg = f"it has {count} lists and tables in {len(data)} bytes"
+        msg = f"it has too many lists and tables: {count} in {len(data)} bytes"
         raise ValueError(msg)
 
 
@@ -780,34 +789,34 @@ def _compare(data: bytes) -> None:
     """Compare a manifest with its digest.
 
     Raises:
-        CheckpointCorruptError: the digest differs.
+        CheckpointCorruptError: the digest differs, so the manifest has changed.
     """
     seal = _SEAL.match(data)
     if seal is None or seal[1].decode() != blake3(data[seal.end() :]).hexdigest():
-        msg = "it is not what was saved: its BLAKE3 differs. Load another checkpoint."
+        msg = "the manifest has changed: its BLAKE3 digest differs. Load another checkpoint."
         raise CheckpointCorruptError(msg)
 
 
-# The checkpoints in the directory of a store.
+# Find checkpoints in the directory of a store.
 
 
 _STEP = re.compile(r"step-([0-9]{8,})")
 
 
 def name_of(step: int) -> str:
-    """Return the name of a step's checkpoint; names sort like steps."""
+    """Return the name of a step's checkpoint; the names sort in the order of the steps."""
     return f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step of a checkpoint from its name; None for another name, as `step-34`."""
+    """Return the step from a checkpoint's name; None for other names, such as `step-34`."""
     match = _STEP.fullmatch(folder.name)
     step = int(match[1]) if match else 0
     return step if folder.name == name_of(step) else None
 
 
 def steps_in(directory: Path) -> tuple[int, ...]:
-    """Return the steps of a directory's checkpoints, in rising order."""
+    """Return the steps of the checkpoints in a directory, in rising order."""
     if not arguments.is_directory(directory):
         return ()
     steps = [
@@ -819,7 +828,10 @@ def steps_in(directory: Path) -> tuple[int, ...]:
 
 
 def checkpoints_in(directory: Path) -> dict[int, Path]:
-    """Return the checkpoints of a store by step, in rising order; {} for a checkpoint."""
+    """Return the checkpoints in a store's directory by step, in rising order.
+
+    If the directory is itself a checkpoint, return {}.
+    """
     if arguments.exists(directory / NAME):
         return {}
     return {step: directory / name_of(step) for step in steps_in(directory)}
@@ -827,10 +839,10 @@ def checkpoints_in(directory: Path) -> dict[int, Path]:
 
 @contextmanager
 def explain_removal(folder: Path) -> Generator[None]:
-    """Explain errors of a checkpoint that was removed while being read.
+    """Turn an error in the `with` block into a clear one if the checkpoint was removed.
 
     Raises:
-        CheckpointError: the checkpoint was removed.
+        CheckpointError: the checkpoint was removed while the block read it.
     """
     try:
         yield
@@ -838,15 +850,15 @@ def explain_removal(folder: Path) -> Generator[None]:
         if files.is_there(folder):
             raise
         msg = (
-            f"{folder} was removed while it was read, as a run removes the older checkpoints of"
-            f" its store. Load the newest: af.CheckpointStore({str(folder.parent)!r})"
-            ".restore(state)."
+            f"{folder} was removed while it was loaded, because a running job removes the older"
+            " checkpoints of its store. Load the newest checkpoint:"
+            f" af.CheckpointStore({str(folder.parent)!r}).restore(state)."
         )
         raise CheckpointError(msg) from error
 
 
 def verify(folder: Path) -> None:
-    """Read a whole checkpoint and compare its digests.
+    """Read all files of a checkpoint, and compare them with their digests.
 
     Raises:
         CheckpointCorruptError: a file has changed.
@@ -857,10 +869,10 @@ def verify(folder: Path) -> None:
 
 
 def check_no_store(directory: Path) -> None:
-    """Reject the directory of a store where a single checkpoint is expected.
+    """Check that a directory is not a store of several checkpoints.
 
     Raises:
-        CheckpointError: the directory is a store; the error names the newest checkpoint.
+        CheckpointError: the directory is a store. The message names the newest checkpoint.
     """
     steps = () if arguments.exists(directory / NAME) else steps_in(directory)
     if steps:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`with_world` and `regroup`: move a state to another world like a checkpoint, without a disk.
+"""`with_world` and `regroup`: move a state to another world, as by a checkpoint without a disk.
 
 Each rank broadcasts the tensors that a save would write, and keeps those that a load would read.
-So the rules for dividing, resharding and merging are those of checkpoints.
+So tensors are divided, resharded and merged by the same rules as in checkpoints.
 """
 
 import json
@@ -50,40 +50,39 @@ def with_world(
     among: World | None = None,
     newcomer: bool = False,
 ) -> TrainState:
-    """Move the state to another world; call it on all ranks of that world.
+    """Return the state in another world; call it on all ranks of that world.
 
-    Ranks that have a state send it, and newcomers receive it. Values that differed between
-    ranks, as between two averages of `local_sgd`, return to each rank if the number of ranks is
-    the same; otherwise all ranks get the mean, as with `load`. Pending communication completes
-    first.
+    Ranks that have a state send it to newcomers, which do not have one. Under `local_sgd`,
+    for example, ranks may have different values. If the number of ranks stays the same, each
+    rank keeps its own values. Otherwise all ranks get the mean, as with `load`. Communication
+    that is still pending is completed first.
 
     Args:
-        state: not donated and not changed. A newcomer passes a fresh state of the same model,
-            optimizer, setup and data; only its definition is used.
-        world: the world to continue in. It can have more, fewer or as many ranks, and other
-            axes.
-        among: the world of all ranks that call this, if these are more than the ranks of
-            `world`. Ranks that will not continue still send their values. `world` must be a
-            part of it.
+        state: the state, which is not donated and not changed. A newcomer passes a new state of
+            the same model, optimizer, setup and data. Only its definition is used.
+        world: the world to continue in. It can have another number of ranks, and other axes.
+        among: the world of all ranks that call this function, if there are more of them than in
+            `world`. Ranks outside of `world` send their values too. `world` must be a part of
+            `among`.
         newcomer: whether this rank has no state to send.
 
-    Law: the result is bitwise the result of `load` on the ranks of `world`, from a checkpoint
-    that the sending ranks saved. Moving to a world of as many ranks and back gives the same
-    bits.
+    Law: the result is bitwise that of `load` on the ranks of `world`, from a checkpoint that
+    the sending ranks saved. A move to a world of equal size and back does not change a bit.
 
-    Cost: BLAKE3 of a rank's tensors, as in a save. Then all tensors that a save would write are
-    sent to all ranks: equal values once, differing values for each rank. A rank keeps its share
-    in host memory until it is complete; means are summed on arrival. So the peak is the old
-    state, the new state, the new state once more, and a few times 25 MB, or one tensor if that
-    is larger. A split model also needs room for its parameters, and for the old parts if they
-    are cut differently. If the number of ranks changes, slots that a transform merges
-    (PowerSGD's, DiLoCo's) are kept for every rank, because `merge` takes all of them.
+    Cost: first, BLAKE3 digests of each rank's tensors, as in a save. Then all tensors that a
+    save would write are sent to all ranks: once if they are equal on all ranks, otherwise once
+    per rank. Each rank keeps the tensors that it needs in host memory until all have arrived.
+    Means are computed as tensors arrive. So the peak memory is the old state, twice the new
+    state, and a few times 25 MB (or one tensor, if that is larger). A sharded model also needs
+    memory for its parameters, and for the old shards if they are cut differently. If the
+    number of ranks changes, every rank also keeps the slots that a transform merges (of
+    PowerSGD or DiLoCo) of all ranks, because `merge` needs all of them.
 
     Raises:
-        StateError: on all ranks: no rank has a state, parts of a split model are missing, or
-            a rank could not send or receive its part.
-        CheckpointError: ranks have different values without a mean, or a newcomer's state has
-            another definition.
+        StateError: on all ranks, if no rank has a state, if parts of a sharded model are
+            missing, or if a rank could not send or receive its tensors.
+        CheckpointError: ranks have different values that cannot be averaged, or a newcomer's
+            state has another definition.
         WorldError: no transform uses an axis of the world.
         ArgumentError: `world` is not a world, or is not a part of `among`.
     """
@@ -102,22 +101,22 @@ def move(
     newcomer: bool,
     restore: Restore | None = None,
 ) -> TrainState:
-    """Move the state to another world, as `with_world`.
+    """Return the state in another world, as `with_world` does.
 
     Args:
-        state: not donated.
+        state: the state, which is not donated.
         world: the world to continue in.
-        meeting: the world of all ranks that call this.
+        meeting: the world of all ranks that call this function.
         newcomer: whether this rank has no state to send.
-        restore: loads the state to continue with if parts of a split model are lost; takes a
-            state of the definition to load into.
+        restore: a function that loads a checkpoint into a state and returns the result. It is
+            called if parts of a sharded model are lost.
     """
 
     def say() -> commit.Contents | None:
         return None if newcomer else contents_of(state, "write")
 
     contents, descriptions = _run_on_all(
-        "say what it holds",
+        "describe its state",
         meeting,
         say,
         lambda contents: json.dumps(contents and commit.describe_contents(contents)),
@@ -138,7 +137,7 @@ def move(
             )
 
     new_state, _ = _run_on_all(
-        "take the state over",
+        "receive the state",
         meeting,
         take,
         can_tell=lambda: not arrivals.is_broken,
@@ -147,49 +146,52 @@ def move(
 
 
 def _all_begin(state: TrainState, world: World, meeting: World) -> TrainState:
-    """Return a state to load into, on all ranks, or raise on all ranks.
+    """Return a state to load into on all ranks, or raise an error on all ranks.
 
-    A separate step, because loading a split model calls collectives, which a rank that failed
-    here would not join.
+    Ranks do this in a separate phase, because a later load of a sharded model calls collectives,
+    and a rank that failed before would not join them.
     """
     begin = partial(_fresh_state, state, world)
-    fresh, _ = _run_on_all("begin anew", meeting, begin)
+    fresh, _ = _run_on_all("prepare a state to load into", meeting, begin)
     return fresh
 
 
 def _restore_lost(fresh: TrainState, restore: Restore, error: StateError) -> TrainState:
-    """Return the state that `restore` loads if parts of a model are lost.
+    """Return the state that `restore` loads, because parts of a sharded model are lost.
 
     Raises:
-        StateError: `restore` has no state to load.
-        ArgumentError: `restore` returned something else.
+        StateError: `restore` did not load a state.
+        ArgumentError: `restore` did not return a state.
     """
     result = restore(fresh)
     if not isinstance(result, TrainState):
         msg = (
-            f"restore={restore!r} gave {type(result).__name__}; expected the state that it"
-            " loaded, as store.restore and partial(af.load, directory=...) give it."
+            f"af.regroup(state, restore={restore!r}): the function returned"
+            f" {type(result).__name__}; expected the loaded state. Pass store.restore, or"
+            " functools.partial(af.load, directory=...)."
         )
         raise ArgumentError(msg)
     if result is fresh or result.world is not fresh.world:
-        msg = f"{error} restore={restore!r} has loaded nothing into the state given."
+        msg = (
+            f"{error} restore={restore!r} did not load a checkpoint into its argument."
+        )
         raise StateError(msg) from error
     return result
 
 
 def _check_worlds(world: World, among: World) -> World:
-    """Return the world of all calling ranks; check that `world` is a part of it."""
+    """Return `among`, the world of all calling ranks; check that `world` is a part of it."""
     for candidate in (world, among):
         if not isinstance(candidate, World):
             msg = (
-                f"{_CALL}: expected an af.World, got {candidate!r}. Take a part of yours, as"
-                " world.split(size=...), or make one with af.World.from_env()."
+                f"{_CALL}: expected an af.World, got {candidate!r}. Pass a part of your world,"
+                " such as world.split(size=...), or create one with af.World.from_env()."
             )
             raise ArgumentError(msg)
     if among is not world and among.whole is not world.whole:
         msg = (
-            f"{_CALL}: the world of {world.size} ranks is not a part of the world of"
-            f" {among.size} ranks that was given as among=."
+            f"{_CALL}: `world`, with {world.size} ranks, is not a part of the world of"
+            f" {among.size} ranks that you passed as among=."
         )
         raise ArgumentError(msg)
     return among
@@ -203,9 +205,16 @@ def _run_on_all(
     *,
     can_tell: Callable[[], bool] = lambda: True,
 ) -> tuple[T, list[str]]:
-    """Act on every rank; return this rank's outcome and all ranks' descriptions, or raise.
+    """Run a phase on every rank; raise an error on every rank if it fails on one.
 
-    `can_tell` returns whether this rank can still communicate after an error of the act.
+    Args:
+        task: what ranks do, in words for errors.
+        world: the ranks.
+        act: does this rank's work.
+        describe: turns this rank's result into a text for all ranks.
+        can_tell: returns whether this rank can still communicate after `act` has failed.
+
+    Returns: this rank's result, and the texts of all ranks.
 
     Raises:
         StateError: another rank failed.
@@ -238,9 +247,9 @@ def _hand_over(
     world: World,
     state: TrainState,
 ) -> tuple[Manifest, Arrivals] | StateError:
-    """Return the manifest that a save would write, and the arrivals of its tensors.
+    """Return the manifest that a save would write, and the broadcasts of its tensors.
 
-    Or return, on all ranks, the error that parts of a split model are lost.
+    If parts of a sharded model are lost, return an error instead, on all ranks.
 
     Raises:
         StateError: no rank has a state.
@@ -248,8 +257,8 @@ def _hand_over(
     givers = [rank for rank, row in enumerate(descriptions) if row is not None]
     if not givers:
         msg = (
-            f"{_CALL}: all {world.size} ranks are newcomers, so there is no state to take"
-            " over. Load one: af.load(state, directory)."
+            f"{_CALL}: all {world.size} ranks are newcomers, so no rank has a state to send."
+            " Load a checkpoint instead: af.load(state, directory)."
         )
         raise StateError(msg)
     tensors: Mapping[str, torch.Tensor] = {}
@@ -267,14 +276,14 @@ def _hand_over(
         merging = {n for r in draft.firsts for n in to_merge(state, draft, r)}
         payload = [draft.to_bytes().decode(), sorted(merging)]
     plain, merging = broadcast_object(
-        payload, world, root=givers[0], label="with_world: say what there is"
+        payload, world, root=givers[0], label="with_world: send the manifest"
     )
     try:
         manifest = Manifest.from_bytes(plain.encode())
     except CheckpointCorruptError as error:
         failure = StateError(
-            f"{_CALL}: the {len(givers)} ranks that have a state have not all of it:"
-            f" {error}. Continue from the last checkpoint."
+            f"{_CALL}: the model is sharded, and the {len(givers)} ranks with a state do not"
+            f" have all of its parts: {error}. Continue from the last checkpoint."
         )
         failure.__cause__ = error
         return failure
@@ -282,7 +291,10 @@ def _hand_over(
 
 
 def _renumber_copies(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return ranks' descriptions with copies renumbered: some copies may be gone."""
+    """Return the ranks' descriptions with new numbers for copies of the model.
+
+    Some copies may be gone, and the numbers must not have gaps.
+    """
     copies = sorted({rank["copy"] for rank in ranks if rank["copy"] is not None})
     return [
         {**rank, "copy": None if rank["copy"] is None else copies.index(rank["copy"])}
@@ -291,9 +303,9 @@ def _renumber_copies(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 
 def _fresh_state(state: TrainState, world: World) -> TrainState:
-    """Return a state of the same definition in a world, to load into.
+    """Return a state of the same definition in another world, to load into.
 
-    If the setup shards the model, the state is sharded for that world.
+    If the setup shards the model, the state is sharded over the ranks of that world.
     """
     definition = attrs.evolve(state.definition, world=world)
     owners = state.setup.owners["layout"]
@@ -326,7 +338,7 @@ def _fresh_state(state: TrainState, world: World) -> TrainState:
 
 
 def _slots_on_device(slots: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return slots on a device, except for sharded tensors."""
+    """Return slots with their tensors on a device; sharded tensors stay where they are."""
 
     def copy_part(leaf: Any) -> Any:
         is_whole = isinstance(leaf, torch.Tensor) and not is_shard(leaf)
@@ -335,49 +347,52 @@ def _slots_on_device(slots: Mapping[str, Any], device: torch.device) -> dict[str
     return {name: tree.tree_map(copy_part, slot) for name, slot in slots.items()}
 
 
-# Regrouping: continue in the world of all present ranks.
+# `regroup`: after ranks have left or joined, continue in a world of all ranks that are there.
 
 
 _REGROUP = "af.regroup(state)"
 
 
 def regroup(state: TrainState, *, restore: Restore | None = None) -> TrainState:
-    """Continue in the world of all present ranks, after ranks have left or joined.
+    """Continue in a world of all ranks that are there, after ranks have left or joined.
 
-    For elastic runs, under `accelfn launch --elastic` or simulated with `elastic=`. Call it on
-    all ranks, at three moments:
+    Use `regroup` in elastic runs, which you start with `accelfn launch --elastic` or simulate
+    with `elastic=`. Call it on all ranks, at three moments:
 
     - At the start of training. A rank that replaces a failed rank waits here until the other
-      ranks admit it, and receives their state. The other ranks continue at once.
-    - Right after ranks have averaged. Pending communication completes, and waiting ranks join.
-      If no rank waits, `regroup` returns the state unchanged.
-    - After a `PeerFailedError`. Pass the state that the last `regroup` returned (train a copy
-      of it); the remaining ranks continue from it. Later updates are discarded and their
-      samples are read again, so each epoch is covered once.
+      ranks let it join, and receives their state. The other ranks continue at once.
+    - Right after ranks have averaged their parameters. Pending communication is completed, and
+      waiting ranks join. If no rank waits, `regroup` returns the state unchanged.
+    - After a `PeerFailedError`. Pass the state that the last `regroup` returned; to have it
+      then, train a copy of it. The remaining ranks continue from this state. Later updates are
+      discarded and their samples are read again, so each sample of an epoch counts once.
 
-    Ranks are renumbered in their old order. Batches, learning rate and the order of samples do
-    not change. The old world is closed; `state.world` is the new one.
+    Ranks get new numbers in their old order. Batches, learning rate and the order of samples do
+    not change. The old world is closed, and `state.world` is the new world.
 
     Args:
-        state: not donated. If ranks pass states of different updates, as when a rank failed
-            while others completed an average, all ranks take over the newest.
-        restore: loads a checkpoint if the model is split and parts of it are lost, such as
-            `store.restore` of an `af.CheckpointStore`. It takes a state to load into, and is
-            called on all ranks, newcomers too. Updates since that checkpoint are repeated.
+        state: the state, which is not donated. Ranks may pass states of different updates, for
+            example if a rank failed while others completed an average. Then all ranks continue
+            from the newest of these states.
+        restore: a function that loads a checkpoint into a state and returns the result, such as
+            the method `restore` of an `af.CheckpointStore`. It is called on all ranks, also on
+            newcomers, if parts of a sharded model are lost. Updates since that checkpoint are
+            repeated.
 
-    Law: the remaining ranks continue bitwise as if they had saved their states as a checkpoint
-    and loaded it in the new world; newcomers load it as well. With `restore`, all ranks
-    continue from the checkpoint that it loads.
+    Law: the ranks continue bitwise as if the remaining ranks had saved a checkpoint, and all
+    ranks had loaded it in the new world. With `restore`, all ranks continue from the checkpoint
+    that it loads.
 
-    Cost: a broadcast of a few bytes if no rank waits. Otherwise ranks connect again, and then
-    the cost of `af.with_world`. Keeping a state takes the memory of a second state.
+    Cost: a broadcast of a few bytes if no rank waits. Otherwise the time to connect the ranks
+    again, and the cost of `af.with_world`. The state that you keep for a failure needs the
+    memory of a second state.
 
     Raises:
-        PeerFailedError: pending communication failed, a live rank did not arrive within the
-            world's timeout, or fewer ranks remain than the minimum.
-        StateError: parts of a split model are lost, and there is no `restore`, or it has
-            nothing to load.
-        WorldError: the run is not elastic, or the state's world has axes, or is a part of
+        PeerFailedError: pending communication failed, a running rank did not arrive within the
+            world's timeout, or there are fewer ranks than the minimum.
+        StateError: parts of a sharded model are lost, and there is no `restore`, or it did not
+            load a checkpoint.
+        WorldError: the run is not elastic, the state's world has axes, or it is a part of
             another world.
 
     Example:
@@ -407,9 +422,9 @@ def regroup(state: TrainState, *, restore: Restore | None = None) -> TrainState:
             newest = max((int(step) for step in steps if step), default=0)
             behind = newcomer or state.step < newest
             return move(state, target, target, newcomer=behind, restore=restore)
-        except PeerFailedError:  # another rank failed: the remaining ranks meet again
+        except PeerFailedError:  # another rank failed: form a new world of the others
             if not target.connection.is_broken:
-                raise  # an error of another world, which `restore` may use
+                raise  # the error is of another world, which `restore` uses
             world = target
 
 
@@ -420,42 +435,43 @@ def _check(restore: object, state: TrainState) -> None:
     if why is not None:
         text = restore if callable(restore) else type(restore).__name__
         msg = (
-            f"af.regroup(state, restore={text}): expected a function that takes a state and"
-            f" loads into it, as store.restore of an af.CheckpointStore: {why}."
+            f"af.regroup(state, restore={text}): cannot call restore(state): {why}. Pass a"
+            " function that loads a checkpoint into a state, such as the method restore of an"
+            " af.CheckpointStore."
         )
         raise ArgumentError(msg)
 
 
 def _regrouping_of(world: World) -> Any:
-    """Return the object that lets the ranks of a world meet again.
+    """Return the object that lets the ranks of a world form a new world.
 
     Raises:
         WorldError: the world cannot regroup.
     """
     if world.whole is not world:
         msg = (
-            f"{_REGROUP}: the state is in a part of a world, of {world.size} ranks. Regroup a"
-            " state of the whole: af.with_world(state, world.whole)."
+            f"{_REGROUP}: the state's world, of {world.size} ranks, is a part of another world."
+            " Move the state to the whole world first: af.with_world(state, world.whole)."
         )
         raise WorldError(msg)
     if world.axes:
         msg = (
-            f"{_REGROUP}: the world has axes, {dict(world.axes)}. Leave them out, or continue"
-            " from the last checkpoint."
+            f"{_REGROUP}: a world with axes, {dict(world.axes)}, cannot regroup. Create the"
+            " world without axes=, or continue from the last checkpoint."
         )
         raise WorldError(msg)
     regrouping = world.connection.regrouping
     if regrouping is None:
         msg = (
-            f"{_REGROUP}: the ranks of this world cannot meet anew. Start them with `accelfn"
-            " launch --elastic MIN:MAX`, or simulate(size, fn, elastic=MIN)."
+            f"{_REGROUP}: this run is not elastic, so its ranks cannot form a new world. Start"
+            " it with `accelfn launch --elastic MIN:MAX`, or simulate(size, fn, elastic=MIN)."
         )
         raise WorldError(msg)
     return regrouping
 
 
 def _next_world(world: World) -> World:
-    """Return the world after regrouping: this one if no rank left and none waits to join."""
+    """Return the world to continue in: the same world if no rank has left or waits to join."""
     regrouping = _regrouping_of(world)
     if not regrouping.is_newcomer and not world.connection.is_broken:
         try:

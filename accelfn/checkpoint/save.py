@@ -28,7 +28,7 @@ from accelfn.state.results import Lease
 from accelfn.state.state import TrainState, check_state
 from accelfn.world import World
 
-# The saved fields of a state.
+# The fields of a state that are saved, and their encoding as plain data and tensors.
 
 
 FIELDS = (
@@ -44,7 +44,7 @@ FIELDS = (
 
 
 def fields_of(state: TrainState) -> dict[str, Any]:
-    """Return the saved fields of a state, as a tree of tensors and plain data."""
+    """Return the fields of a state that are saved, as a tree of tensors and plain data."""
     return {
         "params": dict(state.params),
         "buffers": dict(state.buffers),
@@ -58,10 +58,11 @@ def fields_of(state: TrainState) -> dict[str, Any]:
 
 
 def with_fields(state: TrainState, saved: Mapping[str, Any]) -> TrainState:
-    """Return a state with saved fields and this state's definition.
+    """Return a state with the saved fields, and with the definition of the given state.
 
     Raises:
-        CheckpointError: a saved slot has an object that this state lacks.
+        CheckpointError: a slot was saved from an object with `state_dict()`, and the given
+            state has no such object in that slot.
     """
     slots = {
         name: _with_objects(value, state.slots.get(name), f"slots.{name}")
@@ -84,12 +85,19 @@ def with_fields(state: TrainState, saved: Mapping[str, Any]) -> TrainState:
 
 
 def _with_objects(value: Any, current: Any, path: str) -> Any:
-    """Return a slot with its objects rebuilt from their saved `state_dict()`."""
+    """Return a slot's value with its objects restored from their saved `state_dict()`.
+
+    Args:
+        value: the saved value; an `ObjectState` in it is the saved state of an object.
+        current: the value in the state to load into. Its objects are copied.
+        path: the name of the value in errors.
+    """
     if isinstance(value, ObjectState):
         if not has_state(current):
             msg = (
-                f"{path} was saved of an object with a state_dict(), and the state has"
-                f" {type(current).__name__} there. Give it such an object with state.with_slot."
+                f"{path} was saved from an object with state_dict(), but this state has"
+                f" {type(current).__name__} there. Add such an object first, with"
+                " state = state.with_slot(name, object)."
             )
             raise CheckpointError(msg)
         fresh: Any = copy.deepcopy(current)
@@ -110,27 +118,27 @@ def _with_objects(value: Any, current: Any, path: str) -> Any:
             _with_objects(v, inside[i], f"{path}[{i}]") for i, v in enumerate(sequence)
         )
     if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
-        return value.to(current.device)  # a slot of the caller may be on the host
+        return value.to(current.device)  # a slot of the user may be on the CPU
     return value
 
 
 class Tensors(Table):
-    """A state's tensors by name; for a DTensor, this rank's slice.
+    """A table of a state's tensors by name; of a DTensor, it has this rank's local tensor.
 
     Attributes:
-        slices: the slice of each DTensor, by name.
+        slices: which slice of each DTensor this rank has, by name.
         sharded: the DTensors, by name.
     """
 
     def __init__(self) -> None:
-        """Start empty."""
+        """Create an empty table."""
         super().__init__(objects=True)
         self.slices: dict[str, Slice] = {}
         self.sharded: dict[str, torch.Tensor] = {}
         self._locals: dict[int, torch.Tensor] = {}
 
     def put(self, tensor: torch.Tensor, path: str) -> str:
-        """Return a tensor's name; a tensor in two places has one name."""
+        """Add a tensor, and return its name; a tensor at two paths has only one name."""
         place = slice_of(tensor, path)
         if place is None:
             return super().put(tensor, path)
@@ -141,7 +149,10 @@ class Tensors(Table):
 
 
 def encode_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
-    """Encode fields as plain data by unit, and their tensors; each slot is a unit."""
+    """Return the fields as plain data by unit, and a table of their tensors.
+
+    A unit is a field such as `params`, or one slot such as `slots.ema`.
+    """
     tensors = Tensors()
     units = {name: value for name, value in fields.items() if name != "slots"}
     units |= {f"slots.{name}": value for name, value in fields["slots"].items()}
@@ -151,7 +162,7 @@ def encode_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
 def decode_fields(
     units: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Return the fields that `encode_fields` encoded."""
+    """Return the fields that `encode_fields` has encoded."""
     values = {name: decode(tree, tensors) for name, tree in units.items()}
     slots = {
         name.removeprefix("slots."): value
@@ -162,20 +173,23 @@ def decode_fields(
     return {**fields, "slots": slots}
 
 
-# Checks of the arguments of saves and stores, before anything is written.
+# Check the arguments of `save`, `load` and stores, before anything is written.
 
 
 Given: TypeAlias = TrainState | Mapping[str, TrainState]
-"""A state, or several by name that are saved and loaded together."""
+"""A state, or a dict of several states that are saved and loaded together."""
 States = TypeVar("States", TrainState, dict[str, TrainState])
 
 
 def states_of(call: str, value: object) -> tuple[TrainState, dict[str, TrainState]]:
-    """Return the first state of an argument, and all states by name; a lone state has "".
+    """Return the first state of an argument, and all states by name.
+
+    A single state, not in a dict, has the name "".
 
     Raises:
-        ArgumentError: the argument has other values, or a name with other characters.
-        StateDonatedError: a step has taken ownership of a state.
+        ArgumentError: a value is not a state, or a name has other characters than letters,
+            digits, - and _.
+        StateDonatedError: a state was donated to a step.
         WorldError: the states are in different worlds.
     """
     states: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"": value}
@@ -184,8 +198,8 @@ def states_of(call: str, value: object) -> tuple[TrainState, dict[str, TrainStat
             isinstance(name, str) and MEMBER.fullmatch(name)
         ):
             msg = (
-                f'{call}: {name!r} is not a state\'s name, such as "generator". A name has'
-                " letters, digits, - and _ alone."
+                f"{call}: {name!r} is not a valid name for a state. Use only letters, digits,"
+                ' - and _, as in "generator".'
             )
             raise ArgumentError(msg)
     for state in states.values():
@@ -194,15 +208,15 @@ def states_of(call: str, value: object) -> tuple[TrainState, dict[str, TrainStat
     worlds = [state.world for state in states.values()]
     if len({(w.rank, w.size, w.size > 1 and id(w.connection)) for w in worlds}) != 1:
         msg = (
-            f"{call}: {', '.join(states)} are in different worlds. Create all with"
-            " world=world, the same World."
+            f"{call}: the states {', '.join(states)} are in different worlds. Create all of"
+            " them with the same world: TrainState.create(..., world=world)."
         )
         raise WorldError(msg)
     return next(iter(states.values())), states
 
 
 def check_frozen(frozen: str) -> None:
-    """Reject other values of `frozen`."""
+    """Raise an error unless `frozen` is "write" or "hash"."""
     if frozen not in ("write", "hash"):
         msg = f'af.save(frozen={frozen!r}): expected "write" or "hash".'
         raise ArgumentError(msg)
@@ -210,7 +224,7 @@ def check_frozen(frozen: str) -> None:
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SHOWN = 1000
-"""Characters of a transform's options that a manifest keeps."""
+"""The number of characters of a transform's options that a manifest keeps."""
 
 
 @explain_call_errors
@@ -222,29 +236,31 @@ def save(
 ) -> None:
     """Write every field of a state to a new directory; call it on all ranks.
 
-    The directory has `manifest.json` and a safetensors file for each rank. It appears by one
-    rename when all files are on the disk. Ranks divide the writing of equal values, which load
-    on any number of ranks. Values that differ, as under `local_sgd`, are written by each rank.
+    The directory has `manifest.json` and a safetensors file for each rank. `save` writes to a
+    temporary directory, and renames it when all files are on the disk. If all ranks have the
+    same value of a tensor, one rank writes it, and it can be loaded on any number of ranks. If
+    the values differ, as under `local_sgd`, each rank writes its own.
 
     Args:
-        state: not donated and not changed. Its slots may hold objects with `state_dict()` and
-            `load_state_dict()`. Or several states of one world by name, as
-            `{"generator": g, "critic": c}`: `save` writes all of them as one checkpoint or
-            none, and you load them together.
+        state: the state, which is not donated and not changed. Its slots may contain objects
+            with `state_dict()` and `load_state_dict()`. You can also pass a dict of several
+            states of one world, such as `{"generator": g, "critic": c}`. `save` writes all of
+            them as one checkpoint, or none, and you load them together.
         directory: a path that does not exist yet.
-        frozen: "write" saves parameters that are not trained like all others. "hash" saves
-            their hashes only; then you must load into a state that has these parameters.
-            Parameters that `with_trainable` froze were trained before, so they are written.
+        frozen: how to save parameters that were never trained. "write" saves them like all
+            others. "hash" saves only their hashes. Then you must load into a state that has
+            the same frozen parameters. Parameters that were trained before `with_trainable`
+            froze them are always written.
 
-    Law: `load(save(s))` is `s`, bitwise, and a step from either is the same. Saving twice
-    writes the same bytes.
+    Law: `load(save(s))` is bitwise equal to `s`, and so is the result of a step on it. Saving a
+    state twice writes the same bytes.
 
-    Cost: reads all tensors once, for the disk and BLAKE3. Tensors on a GPU are copied to the
-    host one at a time. On several ranks, each rank hashes all of its tensors and writes its
-    part. With "hash", sharded frozen parameters are gathered, 32 MiB at a time.
+    Cost: reads all tensors once, to write them and to compute BLAKE3 digests. Tensors on a GPU
+    are copied to the host one at a time. On several ranks, each rank hashes all of its tensors
+    and writes its share. With "hash", sharded frozen parameters are gathered, 32 MiB at a time.
 
     Raises:
-        CheckpointWriteError: on every rank, if any rank failed to write; the error gives the
+        CheckpointWriteError: on every rank, if any rank failed to write. The message gives the
             reason, and no directory of this name is left.
     """
     first, states = states_of("af.save(state, directory)", state)
@@ -263,12 +279,17 @@ def save(
 
 
 def exchange_of(state: TrainState, doing: str) -> commit.Exchange:
-    """Return a function that gathers each rank's outcome of a part of a save."""
+    """Return a function that gathers a text of each rank, such as the outcome of a phase.
+
+    Args:
+        state: a state in the world of these ranks.
+        doing: the first word of the collectives' labels, such as "save".
+    """
     return lambda task, text: gather_text(text, state.world, label=f"{doing}: {task}")
 
 
 def save_of(state: TrainState, directory: Path) -> Save:
-    """Return the destination of a state's checkpoint."""
+    """Return the description of a save of this state to a directory."""
     world = state.world
     return Save(
         final=directory.absolute(), step=state.step, rank=world.rank, size=world.size
@@ -278,8 +299,8 @@ def save_of(state: TrainState, directory: Path) -> Save:
 def contents_of(
     state: TrainState, frozen: str, *, metrics: Mapping[str, float] | None = None
 ) -> Contents:
-    """Return the contents of a state's checkpoint; they share the state's tensors."""
-    # after this save a run can end without losing work: drop its warning on close
+    """Return the data to write for a state; its tensors are those of the state, not copies."""
+    # after this save a run can end without losing work: drop the warning for that case
     state.world.connection.activity.on_close.pop(state.name, None)
     fields, digests = fields_of(state), dict[str, str]()
     if frozen == "hash":
@@ -307,7 +328,10 @@ def contents_of(
 
 
 def digests_of(params: Mapping[str, torch.Tensor], world: World) -> dict[str, str]:
-    """Return digests of full parameters by name; a collective if parameters are sharded."""
+    """Return the digests of full (unsharded) parameters by name.
+
+    The call is a collective if any of the parameters is sharded.
+    """
     digests = files.digests({n: p for n, p in params.items() if not is_shard(p)})
     for some in by_calls(params, world, label="hash frozen parameters"):
         digests |= files.digests(some)
@@ -315,7 +339,10 @@ def digests_of(params: Mapping[str, torch.Tensor], world: World) -> dict[str, st
 
 
 def definition_of(state: TrainState) -> dict[str, str]:
-    """Return the facts of a definition that affect the next update."""
+    """Return the parts of a state's definition that affect the next update, as texts by name.
+
+    The parts are the names of frozen parameters, options of transforms, and the state's name.
+    """
     frozen = state.params.keys() - {*state.trainable}
     acting = ("grads", "hyper", "after_update", "merge")
     options = {
@@ -329,7 +356,7 @@ def definition_of(state: TrainState) -> dict[str, str]:
 
 
 def optimizer_name(state: TrainState) -> str:
-    """Return the class of a state's optimizer; for a partition, the classes of its parts."""
+    """Return the class of a state's optimizer, with those of a combination in parentheses."""
     metas = state.definition.skeleton.module.named_parameters()
     names = {id(param): name for name, param in metas}
     return kind_of(state.definition.optimizer, names)

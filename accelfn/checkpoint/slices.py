@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slices of tensors, and resharding: assemble a slice from other slices."""
+"""Slices of tensors, and resharding, which assembles a slice from other slices."""
 
 import itertools
 import math
@@ -19,11 +19,12 @@ from accelfn.errors import CheckpointCorruptError, PlainDataError
 T = TypeVar("T")
 
 _MOST_CUT = 8
+"""The largest number of dims that slices may cut; see `cover`."""
 
 
 @attrs.frozen
 class Slice:
-    """A box in a tensor.
+    """A rectangular part (a box) of a tensor.
 
     Attributes:
         shape: the shape of the full tensor.
@@ -37,18 +38,18 @@ class Slice:
 
     @classmethod
     def whole(cls, shape: Iterable[int]) -> Self:
-        """Return the box of the full tensor."""
+        """Return the box that is the full tensor."""
         shape = tuple(shape)
         return cls(shape, (0,) * len(shape), shape)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the box of a full tensor, as a view."""
+        """Return the values of this box from the full tensor, as a view."""
         for dim, (start, length) in enumerate(zip(self.offset, self.size, strict=True)):
             tensor = tensor.narrow(dim, start, length)
         return tensor
 
     def within(self, other: "Slice") -> "Slice | None":
-        """Return the intersection with another box, relative to this box; None if empty."""
+        """Return the intersection with another box, as a box of this box; None if empty."""
         begins = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
         ends = [
             min(a + n, b + m)
@@ -65,12 +66,12 @@ class Slice:
         )
 
     def inside(self, other: "Slice") -> "Slice":
-        """Return this box, which is relative to another box, as a box of the full tensor."""
+        """Return this box, if it is a box of another box, as a box of the full tensor."""
         corner = (a + b for a, b in zip(self.offset, other.offset, strict=True))
         return Slice(other.shape, tuple(corner), self.size)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Return whether the box is inside a tensor of this shape."""
+        """Return whether the box is inside of a tensor of this shape."""
         if not len(shape) == len(self.offset) == len(self.size):
             return False
         ends = (at + n for at, n in zip(self.offset, self.size, strict=True))
@@ -78,18 +79,18 @@ class Slice:
 
     @property
     def count(self) -> int:
-        """The number of elements."""
+        """The number of elements in the box."""
         return torch.Size(self.size).numel()
 
 
 def of_copies(
     by_file: Mapping[str, T], copies: Sequence[int]
 ) -> dict[int, dict[str, T]]:
-    """Group values of ranks' files by copy of the model.
+    """Group the values for files of ranks by the copy of the model that each rank has.
 
     Args:
-        by_file: a value for each file; file names contain the rank, as in `rank-00001`.
-        copies: the copy that each rank has a part of; () if there is one copy.
+        by_file: a value for each file. A file's name has its rank, such as `rank-00001`.
+        copies: the number of each rank's copy of the model; () if there is only one copy.
     """
     groups: dict[int, dict[str, T]] = {}
     for file, value in by_file.items():
@@ -101,10 +102,11 @@ def of_copies(
 def cover(boxes: Iterable[Slice], shape: tuple[int, ...]) -> bool:
     """Return whether boxes cover each element of a tensor exactly once.
 
-    Adds up the corners of the boxes, with signs as in inclusion-exclusion. The sum equals the
-    corners of the full tensor only if the boxes cover every element once.
+    The function adds up the corners of all boxes, with signs as in inclusion-exclusion. The sum
+    equals that of the full tensor only if the boxes cover each element once.
 
-    Cost: 2**n corners per box if n dims are cut; returns False for more than 8 cut dims.
+    Cost: 2**n corners for each box, if boxes are smaller than the tensor in n dims. If n is
+    more than 8, the function returns False.
     """
     boxes = list(boxes)
     if not all(box.fits(shape) for box in boxes):
@@ -137,12 +139,12 @@ def assemble(
     Args:
         target: the slice to return.
         dtype: the dtype of the tensor.
-        parts: slices that do not overlap, with their values.
+        parts: the other slices with their values. They must not overlap.
 
-    Law: resharding to any slices and back gives the same bits.
+    Law: resharding a tensor to other slices and back does not change a bit.
 
     Raises:
-        CheckpointCorruptError: the parts do not cover the target.
+        CheckpointCorruptError: the other slices do not cover the target.
     """
     result = empty(target.size, dtype)
     open_ = target.count
@@ -153,16 +155,16 @@ def assemble(
         dest.of(result).copy_(source.of(values))
         open_ -= dest.count
     if open_:
-        msg = f"{open_} of {target.count} elements of a sharded tensor are in no file."
+        msg = f"No file has {open_} of the {target.count} elements of a sharded tensor."
         raise CheckpointCorruptError(msg)
     return result
 
 
 def slice_of(tensor: torch.Tensor, where: str = "a DTensor") -> Slice | None:
-    """Return this rank's slice of a DTensor; None for any other tensor.
+    """Return which slice of a DTensor this rank has; None if the tensor is not a DTensor.
 
     Raises:
-        PlainDataError: the ranks hold summands or strided parts instead of slices.
+        PlainDataError: ranks do not have slices, because a placement is not Shard or Replicate.
     """
     if not is_shard(tensor):
         return None
@@ -174,49 +176,52 @@ def slice_of(tensor: torch.Tensor, where: str = "a DTensor") -> Slice | None:
     for axis, placement in enumerate(dtensor.placements):
         if not _is_slice(dtensor, axis):
             msg = (
-                f"{where} is a DTensor placed as {placement}; only Shard and Replicate are"
-                " saved. Give its redistribute()."
+                f"{where} is a DTensor with the placement {placement}, but only Shard and"
+                " Replicate can be saved. Use its redistribute() to change the placement."
             )
             raise PlainDataError(msg)
     shape = tuple(dtensor.shape)
     size, offset = compute_local_shape_and_global_offset(
         dtensor.shape, dtensor.device_mesh, dtensor.placements
     )
-    if len(offset) != len(shape):  # this rank is not in the mesh
+    if len(offset) != len(shape):  # this rank is not in the device mesh
         return Slice(shape, (0,) * len(shape), (0,) * len(shape))
     return Slice(shape, tuple(offset), tuple(size))
 
 
 def _is_slice(dtensor: Any, axis: int) -> bool:
-    """Return whether a rank's part along an axis of the mesh is contiguous."""
+    """Return whether each rank along an axis of the mesh has one contiguous slice."""
     placement = dtensor.placements[axis]
     if type(placement).__name__ != "_StridedShard":
         return type(placement).__name__ in ("Shard", "Replicate")
-    # a strided shard is contiguous if the inner axes give each rank exactly one part
+    # a strided shard is contiguous if the inner axes split it into exactly its strides
     inner = list(enumerate(dtensor.placements))[axis + 1 :]
     parts = [dtensor.device_mesh.size(i) for i, p in inner if p.is_shard(placement.dim)]
     return math.prod(parts) == placement.split_factor
 
 
 def dtensor_like(local: torch.Tensor, sharded: Any) -> torch.Tensor:
-    """Return a DTensor of this rank's slice, sharded like another DTensor.
+    """Return a DTensor with this rank's slice, sharded like another DTensor.
 
-    torch's `from_local` would move the slice to the device of the mesh.
+    torch's `from_local` is not used, because it would move the slice to the mesh's device.
     """
     return tree.with_local(sharded, local.to(tree.local(sharded).device))
 
 
-# Reading a box of a tensor from a file, without reading the rest of the tensor.
+# Read a box of a tensor from a file, without reading the rest of the tensor.
 
 
 _FINE = 4096
-"""Runs of fewer bytes are read together with the gaps between them, as a disk does anyway."""
+"""If the contiguous runs of a box have fewer bytes, read them together with the gaps between.
+
+A disk reads blocks of about this size in any case.
+"""
 
 
 def read_box(
     stream: BinaryIO, begin: int, dtype: torch.dtype, box: Slice
 ) -> torch.Tensor:
-    """Read a box of a tensor that a file holds in row-major order.
+    """Read a box of a tensor from a file that has the tensor in row-major order.
 
     Args:
         stream: the open file, unbuffered.
@@ -247,9 +252,9 @@ def read_box(
 
 
 def _runs(box: Slice, strides: list[int]) -> tuple[list[int], int]:
-    """Return the starts of a box's contiguous runs, and their length, in elements."""
+    """Return the offsets of a box's contiguous runs, and their common length, in elements."""
     dims = [dim for dim, size in enumerate(box.size) if size != box.shape[dim]]
-    last = max(dims, default=0)  # later dims are full
+    last = max(dims, default=0)  # the box is full in later dims
     corners = itertools.product(
         *(
             range(at, at + (size if dim < last else 1))

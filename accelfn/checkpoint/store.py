@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CheckpointStore`: the checkpoints of a run in one directory, saved in the background."""
+"""`CheckpointStore`: keep the checkpoints of a run in one directory; save in the background."""
 
 import json
 import math
@@ -61,7 +61,7 @@ from accelfn.checkpoint.background import (
     talk_directory,
 )
 
-# Checks of a store's arguments, before anything is written.
+# Check the arguments of a store, before anything is written.
 
 
 Period: TypeAlias = int | timedelta
@@ -70,18 +70,20 @@ Period: TypeAlias = int | timedelta
 def check_options(
     keep: object, keep_best: object, best_is: object, every: object
 ) -> None:
-    """Reject invalid options of a store."""
+    """Raise `ArgumentError` for invalid options of a store."""
     is_period = isinstance(every, timedelta) and every > timedelta()
     if not (keep is None or is_integer(keep, 1)):
-        text = f"keep={keep!r}): expected at least 1, or None for all."
+        text = (
+            f"keep={keep!r}): expected an integer of at least 1, or None to keep all."
+        )
     elif not (keep_best is None or isinstance(keep_best, str)):
-        text = f"keep_best={keep_best!r}): expected a metric's name."
+        text = f"keep_best={keep_best!r}): expected the name of a metric."
     elif best_is not in ("min", "max"):
         text = f'best_is={best_is!r}): expected "min" or "max".'
     elif keep_best is None and best_is != "min":
         text = (
-            f"best_is={best_is!r}): needs a metric. Pass keep_best= also, the name of a metric"
-            " that you give to save, or leave out best_is=."
+            f"best_is={best_is!r}): has no effect without keep_best=, the name of a metric"
+            " that you pass to save. Pass keep_best= too, or leave out best_is=."
         )
     elif not (every is None or is_integer(every, 1) or is_period):
         text = f"every={every!r}): expected a number of updates, a timedelta, or None."
@@ -92,19 +94,19 @@ def check_options(
 
 
 def check_writable(directory: Path) -> None:
-    """Make the directory and a probe in it, so that errors appear before training."""
+    """Create the directory and a test directory in it, so that errors appear before training."""
     try:
         files.make(directory)
         probe = directory / f".tmp-probe-{uuid.uuid4().hex}"  # unique among ranks
         files.create(probe)
         files.remove(probe)
     except OSError as error:
-        msg = f"CheckpointStore({str(directory)!r}) cannot be written to: {error}."
+        msg = f"CheckpointStore({str(directory)!r}): cannot write to the directory: {error}."
         raise CheckpointWriteError(msg) from error
 
 
 def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """Return metrics as floats; `float` would also accept texts and truth values."""
+    """Return metrics as floats; raise `ArgumentError` for strings, booleans and other types."""
     table: Any = metrics or {}
     if isinstance(table, Mapping) and all(
         isinstance(name, str) and not isinstance(value, (str, bool))
@@ -113,30 +115,30 @@ def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:
         with suppress(TypeError, ValueError):
             return {name: float(value) for name, value in table.items()}
     msg = (
-        f"CheckpointStore.save(metrics={metrics!r}): expected numbers by name, as"
-        " metrics.all_reduce_mean(world) gives."
+        f"CheckpointStore.save(metrics={metrics!r}): expected a dict from names to numbers,"
+        " such as metrics.all_reduce_mean(world)."
     )
     raise ArgumentError(msg)
 
 
 def check_numbers(texts: Sequence[str]) -> None:
-    """Warn if a rank gave other metrics than rank 0, which are kept."""
+    """Warn if a rank passed other metrics than rank 0: the store keeps those of rank 0."""
     first = json.loads(texts[0])
     for rank, text in enumerate(texts):
         if text != texts[0]:
             advise(
-                f"CheckpointStore.save(metrics=): rank 0 gives {first}, rank {rank}"
-                f" {json.loads(text)}. The store keeps rank 0's, and keep_best= compares these."
-                " Pass values that are equal on all ranks: metrics=metrics.all_reduce_mean(world)."
+                f"CheckpointStore.save(metrics=...): rank 0 passed {first}, but rank {rank}"
+                f" passed {json.loads(text)}. The store keeps only the metrics of rank 0, also"
+                " for keep_best=. Pass equal values: metrics=metrics.all_reduce_mean(world)."
             )
             return
 
 
-# The checkpoints in a store's directory.
+# Find and remove checkpoints in the directory of a store.
 
 
 def broken_after(directory: Path, step: int) -> Path | None:
-    """Return the newest broken link named like a checkpoint after a step."""
+    """Return the newest broken symbolic link that has the name of a later step's checkpoint."""
     links = [
         (link_step, path)
         for path in directory.iterdir()
@@ -149,9 +151,9 @@ def broken_after(directory: Path, step: int) -> Path | None:
 
 
 def newest_whole(directory: Path, steps: Sequence[int]) -> int | None:
-    """Return the newest of some steps with an undamaged checkpoint.
+    """Return the newest of these steps with an undamaged checkpoint; None if all are damaged.
 
-    Cost: reads this checkpoint and all newer, damaged ones.
+    Cost: reads that checkpoint, and the damaged checkpoints of newer steps.
     """
     for step in sorted(steps, reverse=True):
         with suppress(CheckpointError):
@@ -161,17 +163,17 @@ def newest_whole(directory: Path, steps: Sequence[int]) -> int | None:
 
 
 def metrics_of(directory: Path) -> dict[int, Mapping[str, float]]:
-    """Return the metrics of each checkpoint by step; states saved together share them."""
+    """Return the metrics of each checkpoint, by step."""
     metrics: dict[int, Mapping[str, float]] = {}
     for step in manifest.steps_in(directory):
-        with suppress(CheckpointError):  # damaged: loading it raises the error
+        with suppress(CheckpointError):  # a damaged checkpoint raises when it is loaded
             states = manifest.read_manifests(directory / manifest.name_of(step))
             metrics[step] = next(iter(states.values())).metrics
     return metrics
 
 
 def best_of(directory: Path, metric: str, mode: str) -> list[int]:
-    """Return the steps of checkpoints that have a metric, the best first."""
+    """Return the steps of the checkpoints that have a metric, best first."""
     sign = -1 if mode == "max" else 1
     ranking = [
         (sign * metrics[metric], step)
@@ -182,31 +184,31 @@ def best_of(directory: Path, metric: str, mode: str) -> list[int]:
 
 
 def discard(directory: Path, step: int) -> None:
-    """Remove a checkpoint: rename it first, then delete its files.
+    """Remove a checkpoint: rename its directory first, then delete the files.
 
-    A crash in between leaves a temporary directory, not a damaged checkpoint.
+    So a crash leaves a temporary directory, and never a damaged checkpoint.
     """
     trash = directory / f".tmp-{manifest.name_of(step)}.gone"
     files.remove(trash)
     files.rename(directory / manifest.name_of(step), trash)
-    # it is not a checkpoint any more, and the next save removes it
+    # if this fails, the next save removes the temporary directory
     with suppress(OSError):
         files.remove(trash)
 
 
-# Retention: remove old checkpoints, only after a newer checkpoint was verified.
+# Retention: remove old checkpoints, but only after a newer checkpoint was verified.
 
 
 @attrs.define(kw_only=True)
 class Retention:
-    """The rule that decides which checkpoints a store keeps.
+    """Decides which checkpoints a store keeps, and removes the others.
 
     Attributes:
         directory: the store's directory.
-        keep: the number of newest checkpoints to keep; None: all.
-        best: the metric whose best checkpoint is kept in addition, if any.
-        best_is: "min" or "max".
-        has_said_no_best: whether a line on stderr has reported that the metric is missing.
+        keep: the number of newest checkpoints to keep; None keeps all.
+        best: a metric; the best checkpoint by this metric is also kept. None: no metric.
+        best_is: whether the "min" or the "max" of the metric is best.
+        has_said_no_best: whether a line on stderr has said that no checkpoint has the metric.
     """
 
     directory: Path
@@ -216,7 +218,7 @@ class Retention:
     has_said_no_best: bool = False
 
     def after(self, step: int) -> None:
-        """Verify a new checkpoint, and then remove old ones.
+        """Verify a new checkpoint, then remove old checkpoints.
 
         Raises:
             CheckpointError: the new checkpoint is damaged; it was removed.
@@ -231,9 +233,11 @@ class Retention:
         self._remove({step, *self._steps_to_keep()})
 
     def before(self) -> None:
-        """Remove old checkpoints of runs that ended between a save and the removal.
+        """Remove old checkpoints before the first save of this run.
 
-        Cost: reads the newest checkpoint if there are any to remove.
+        There are such checkpoints if an earlier run was killed between a save and the removal.
+
+        Cost: reads the newest checkpoint if there is a checkpoint to remove.
         """
         to_keep = self._steps_to_keep()
         if not self._steps_to_remove(to_keep):
@@ -243,13 +247,13 @@ class Retention:
             manifest.verify(newest)
         except CheckpointError as error:
             sys.stderr.write(
-                f"accelfn: older checkpoints than {newest} are kept: {error}\n"
+                f"accelfn: no old checkpoint was removed, because {newest} is damaged: {error}\n"
             )
         else:
             self._remove(to_keep)
 
     def _steps_to_keep(self) -> set[int]:
-        """Return the steps to keep."""
+        """Return the steps of the checkpoints to keep."""
         steps = manifest.steps_in(self.directory)
         to_keep = set(steps if self.keep is None else steps[-self.keep :])
         if self.best is not None:
@@ -268,20 +272,20 @@ class Retention:
                 discard(self.directory, step)
             except OSError as error:  # the next save tries again
                 sys.stderr.write(
-                    f"accelfn: {self.directory / manifest.name_of(step)} is to be removed,"
-                    f" and is still there: {error}\n"
+                    f"accelfn: {self.directory / manifest.name_of(step)} could not be removed;"
+                    f" the next save tries again: {error}\n"
                 )
 
     def _say_no_best(self) -> None:
-        """Report once that no checkpoint has the metric of `keep_best`."""
+        """Write once to stderr that no checkpoint has the metric of `keep_best`."""
         if self.best is None or self.has_said_no_best:
             return
         names = set[str]().union(*metrics_of(self.directory).values())
         if self.best not in names:
             self.has_said_no_best = True
             sys.stderr.write(
-                f"accelfn: keep_best={self.best!r} keeps none: no checkpoint in"
-                f" {self.directory} has that metric. Metrics that were given to save:"
+                f"accelfn: keep_best={self.best!r} keeps no checkpoint, because none in"
+                f" {self.directory} has this metric. Metrics that were passed to save:"
                 f" {', '.join(sorted(names)) or 'none'}.\n"
             )
 
@@ -289,36 +293,39 @@ class Retention:
 @explain_call_errors
 @hint_attributes()
 class CheckpointStore:
-    """The checkpoints of a run: `step-00000100`, `step-00000200`, ... in a directory.
+    """Keep the checkpoints of a run in a directory, as `step-00000100`, `step-00000200`, ...
 
-    Call `save`, `restore`, `due`, `wait` and `close` on all ranks. As a context manager, the
-    store waits at the end for the pending save.
+    Call `save`, `restore`, `due`, `wait` and `close` on all ranks. If you use the store in a
+    `with` block, it waits for the pending save at the end of the block.
 
     Args:
-        directory: a directory for this run alone, on a disk that all ranks see; the store
-            makes it.
-        keep: the number of newest checkpoints to keep, in addition to a pending one; None: all.
-        keep_best: a metric; the store also keeps the best checkpoint by this metric among those
-            it has. A line on stderr reports if checkpoints are removed and none has the metric.
+        directory: a directory only for this run, on a disk that all ranks share. The store
+            creates it.
+        keep: the number of newest checkpoints to keep, not counting a pending save. None keeps
+            all.
+        keep_best: the name of a metric. The store also keeps the best of its checkpoints by
+            this metric. If no checkpoint has the metric when the store removes checkpoints, a
+            line on stderr says so.
         best_is: whether the "min" or the "max" of that metric is best.
-        frozen: as in `af.save`: "hash" does not write parameters that are not trained.
-        every: when a checkpoint is `due`: a number of updates, or a `timedelta`. None: you
-            decide when to `save`, and `due` raises an error.
-        async_: write in the background: `save` returns when the tensors are copied to host
-            memory. Later errors are raised by `wait`, by `close`, or by the next `save`, which
-            saves nevertheless. One save is pending at a time, and each rank must write its
-            part within the world's timeout.
+        frozen: "write" or "hash", as in `af.save`. "hash" does not write parameters that were
+            never trained.
+        every: how often a checkpoint is `due`: a number of updates, or a `timedelta`. With
+            None, you decide when to call `save`, and `due` raises an error.
+        async_: whether to write in the background. Then `save` returns after it has copied the
+            tensors to host memory. If the write fails, `wait`, `close` or the next `save`
+            raises the error; that `save` still starts its own save. Only one save is pending at
+            a time, and each rank must write its part within the world's timeout.
 
-    Law: after a crash at any moment, `latest` is the last checkpoint that `save` or `wait`
-    confirmed, or a later one, and is complete. No checkpoint is removed before a newer one was
-    read back and verified.
+    Law: after a crash at any moment, `latest` is complete. It is the last checkpoint that
+    `save` or `wait` confirmed, or a newer one. The store removes no checkpoint before it has
+    read and verified a newer one.
 
-    Cost: a save pauses training for one copy of the tensors to host memory, which the next
-    save reuses; without `async_`, for the whole write.
+    Cost: with `async_`, a save pauses training while the tensors are copied to host memory. The
+    next save reuses this memory. Without `async_`, training pauses until the files are written.
 
     Raises:
         ArgumentError: an option has an invalid value.
-        CheckpointWriteError: the directory cannot be made or written to.
+        CheckpointWriteError: the directory cannot be created or written to.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -338,7 +345,7 @@ class CheckpointStore:
         every: Period | None = None,
         async_: bool = True,
     ) -> None:
-        """Check that the directory can be written to."""
+        """Create the directory, and check that this process can write to it."""
         check_options(keep, keep_best, best_is, every)
         check_frozen(frozen)
         path = as_path("af.CheckpointStore(directory)", directory, "a directory")
@@ -360,47 +367,49 @@ class CheckpointStore:
         """The steps of the store's checkpoints, in rising order.
 
         Raises:
-            CheckpointError: the directory was deleted since the store was made.
+            CheckpointError: the directory was deleted after the store was created.
         """
         if not arguments.is_directory(self.directory):
             msg = (
-                f"{self.directory} was deleted since the CheckpointStore was made, with the"
-                " checkpoints in it. Make the store anew to begin again."
+                f"{self.directory} and its checkpoints were deleted after the CheckpointStore"
+                " was created. To start again, create the store again."
             )
             raise CheckpointError(msg)
         return manifest.steps_in(self.directory)
 
     @property
     def latest(self) -> Path | None:
-        """The newest checkpoint."""
+        """The path of the newest checkpoint; None if the store is empty."""
         steps = self.steps
         return self.directory / manifest.name_of(steps[-1]) if steps else None
 
     @property
     def best(self) -> Path | None:
-        """The best checkpoint by `keep_best`.
+        """The path of the best checkpoint by `keep_best`; None if no checkpoint has the metric.
 
         Raises:
-            ArgumentError: the store was made without `keep_best`.
+            ArgumentError: the store was created without `keep_best`.
         """
         if self.keep_best is None:
-            msg = "CheckpointStore.best: needs a metric. Pass keep_best= to the store."
+            msg = "CheckpointStore.best: the store has no metric. Create it with keep_best=."
             raise ArgumentError(msg)
         steps = best_of(self.directory, self.keep_best, self.best_is)
         return self.directory / manifest.name_of(steps[0]) if steps else None
 
     def due(self, state: Given) -> bool:
-        """Return whether to save now, the same on all ranks; of several states, the first's.
+        """Return whether to save now; the result is the same on all ranks.
 
-        Cost: free if `every` counts updates. If `every` is a time, a broadcast from rank 0,
-        because its clock decides.
+        If you pass a dict of several states, the step of the first state counts.
+
+        Cost: none if `every` is a number of updates. If `every` is a time, a broadcast, because
+        the clock of rank 0 decides.
 
         Raises:
-            ArgumentError: the store was made without `every`.
+            ArgumentError: the store was created without `every`.
         """
         state, _ = states_of("store.due(state)", state)
         if self.every is None:
-            msg = "CheckpointStore.due: needs a period. Pass every= to the store."
+            msg = "CheckpointStore.due: the store has no period. Create it with every=."
             raise ArgumentError(msg)
         if state.step == 0:
             return False
@@ -411,22 +420,23 @@ class CheckpointStore:
 
     @explain_call_errors
     def save(self, state: Given, *, metrics: Mapping[str, float] | None = None) -> Path:
-        """Save a state under its step, and return the path.
+        """Save a state as the checkpoint of its step, and return the checkpoint's path.
 
         Args:
-            state: not donated; with `async_` you can pass it to the next step at once. Or
-                several states by name, as for `af.save`; the first state's step is used.
-            metrics: numbers to keep with the checkpoint, equal on all ranks. If they differ,
-                the store keeps rank 0's, and an `AccelfnWarning` names another rank's.
+            state: the state, which is not donated. With `async_`, you can pass it to the next
+                step at once. You can also pass a dict of several states, as to `af.save`. Then
+                the checkpoint has the step of the first state.
+            metrics: numbers to save with the checkpoint, equal on all ranks. If they differ,
+                the store saves those of rank 0, and an `AccelfnWarning` shows the difference.
 
-        Cost: as documented for the store. If killed runs have left too many checkpoints, the
-        first save of the next run reads the newest and removes the rest.
+        Cost: see the store. If runs that were killed have left too many checkpoints, the first
+        save of the next run reads the newest checkpoint and removes the older ones.
 
         Raises:
-            CheckpointWriteError: this save failed on some rank, or with `async_` the save
-                before. The error names the rank, its error and the newest checkpoint. If the
-                save before failed, this save has begun nevertheless.
-            PeerFailedError: a rank has failed, left or did not arrive in time.
+            CheckpointWriteError: this save failed on some rank; or, with `async_`, the
+                previous save failed, and this save has started nevertheless. The message names
+                the rank, its error and the newest checkpoint.
+            PeerFailedError: a rank failed, left or did not arrive in time.
             DirectoryInUseError: another job writes to this directory.
         """
         state, states = states_of("store.save(state)", state)
@@ -447,7 +457,9 @@ class CheckpointStore:
         write = partial(self._write, job, contents)
         try:
             texts = job.run_on_all(exchange, Phase.BEGIN, begin)
-            if self.async_ and is_first:  # ranks exchange files from now on
+            if (
+                self.async_ and is_first
+            ):  # ranks will communicate by files in the directory
                 job.run_on_all(exchange, Phase.FIND, partial(commit.check_seen, job))
             if self.async_:
                 patience = state.world.connection.timeout(state.world.device)
@@ -466,29 +478,35 @@ class CheckpointStore:
         if job.rank == 0:
             check_numbers(texts)
         if earlier is not None:
-            message = f"The save of step {job.step} has begun all the same"
+            message = f"The save of step {job.step} was started nevertheless"
             raise self._with_newest(earlier, message) from earlier.__cause__
         return job.final
 
     def wait(self) -> None:
-        """Wait until the pending save is done.
+        """Wait until the pending save is complete.
 
         Raises:
             CheckpointWriteError: the save failed on some rank.
-            PeerFailedError: a rank has failed, left or did not arrive in time.
+            PeerFailedError: a rank failed, left or did not arrive in time.
         """
         self._wait(None)
 
     def restore(
         self, state: States, *, step: int | None = None, allow: Sequence[str] = ()
     ) -> States:
-        """Load the newest state, or a step's; return the given state from an empty store.
+        """Load the newest checkpoint, or the checkpoint of a step; call it on all ranks.
 
-        Pass several states by name, as to `save`, to load all of them.
+        If the store has no checkpoint, this returns the given state.
+
+        Args:
+            state: the state to load into, as in `af.load`. For states that were saved together,
+                pass a dict of all of them.
+            step: the step of the checkpoint; None for the newest checkpoint.
+            allow: the differences to accept, as in `af.load`.
 
         Raises:
-            CheckpointError: the checkpoint cannot be loaded, or the step has no checkpoint.
-                The error names the newest undamaged checkpoint.
+            CheckpointError: the checkpoint cannot be loaded, or the step has no checkpoint. If
+                the checkpoint is damaged, the message names the newest undamaged one.
         """
         world = states_of("store.restore(state)", state)[0].world
         self._wait(world)
@@ -499,7 +517,7 @@ class CheckpointStore:
             if is_gone and step is None:
                 steps = self._steps_on_all(world, step)
                 if steps and steps[-1] != chosen:
-                    continue  # the run of the store has saved a newer one
+                    continue  # a running job has saved a newer checkpoint in the meantime
             if not isinstance(outcome, CheckpointError):
                 return outcome
             older = [step for step in steps if step < chosen]
@@ -509,7 +527,7 @@ class CheckpointStore:
         return state
 
     def close(self) -> None:
-        """Wait for the pending save, and release the directory to other jobs."""
+        """Wait for the pending save, and unlock the directory for other jobs."""
         try:
             self.wait()
         finally:
@@ -522,7 +540,7 @@ class CheckpointStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
-        """Close; after an error, finish this rank's part without waiting for other ranks."""
+        """Close the store; after an error in the block, do not wait for other ranks."""
         if kind is None:
             self.close()
             return
@@ -541,7 +559,10 @@ class CheckpointStore:
         states: Mapping[str, TrainState],
         metrics: Mapping[str, float],
     ) -> "dict[str, Contents]":
-        """Collect the contents to write, and make the directory for them."""
+        """Return the contents to write, by state, and create the directory for the files.
+
+        With `async_`, the contents have copies of the tensors in host memory.
+        """
         contents: dict[str, Contents] = {}
         for name, state in states.items():
             content = contents_of(state, self.frozen, metrics=metrics)
@@ -557,8 +578,8 @@ class CheckpointStore:
                 self._retention.before()
             if arguments.exists(job.final):
                 msg = (
-                    f"{job.final} exists already: the store has this step. Save after the next"
-                    " update; the same once more goes to a store of another directory."
+                    f"{job.final} already exists: the store has a checkpoint of this step. Save"
+                    " after the next update, or use a store in another directory."
                 )
                 raise CheckpointError(msg)
             if self.async_:
@@ -569,29 +590,29 @@ class CheckpointStore:
     def _write(
         self, job: Save, contents: Mapping[str, Contents], exchange: commit.Exchange
     ) -> None:
-        """Write and commit a checkpoint; every save of this store runs this on all ranks.
+        """Write and commit a checkpoint; every save of this store calls this on all ranks.
 
-        Without `async_`, `save` calls it. With `async_`, a thread does, and `wait`, `close` and
-        the next `save` report its error to all ranks.
+        Without `async_`, `save` calls this method. With `async_`, a background thread calls it,
+        and `wait`, `close` or the next `save` raises its error on all ranks.
         """
         act = partial(self._after_commit, job)
         try:
             commit.write(job, contents, exchange)
-        except BaseException as error:  # another rank failed, perhaps after the commit
+        except BaseException as error:  # a rank failed, perhaps after the commit
             if job.rank == 0 and files.is_there(job.final):
                 try:
                     act()
                 except Exception as own:  # noqa: BLE001 - the other rank's error is raised
-                    error.add_note(f"After the commit: {commit.format_error(own)}")
+                    error.add_note(f"{job.not_finished}: {commit.format_error(own)}")
             raise
         job.run_on_all(None if self.async_ else exchange, Phase.FINISH, act)
 
     def _after_commit(self, job: Save) -> None:
-        """Verify the new checkpoint, and remove old ones; rank 0 acts.
+        """On rank 0, verify the new checkpoint and remove old checkpoints.
 
-        Called after each commit: on all ranks by `save` or its thread, and on rank 0 alone if
-        another rank fails after the commit. So it must not call collectives. If it raises, the
-        checkpoint stays (unless it is damaged), and the save raises `CheckpointWriteError`.
+        All ranks call this after each commit. If another rank fails after the commit, only rank
+        0 calls it, so it must not call collectives. If it raises an error, the save raises
+        `CheckpointWriteError`, and the checkpoint is kept unless it is damaged.
         """
         if job.rank == 0:
             self._retention.after(job.step)
@@ -602,10 +623,10 @@ class CheckpointStore:
             raise self._with_newest(error) from error.__cause__
 
     def _join_pending(self, now: "World | None" = None) -> CheckpointWriteError | None:
-        """Wait for the pending save, and return its error, the same on all ranks.
+        """Wait for the pending save, and return its error, which is the same on all ranks.
 
         Args:
-            now: the world of the current state; a new world after ranks have regrouped.
+            now: the world of the current state. It is a new world after ranks have regrouped.
 
         Raises:
             PeerFailedError: a rank has failed.
@@ -613,30 +634,35 @@ class CheckpointStore:
         if now is None or not self._pending.is_of_others(now):
             return self._pending.finish()
         error = self._pending.abandon()
-        if not now.is_main:  # another process is rank 0 now, and takes the lock
+        if (
+            not now.is_main
+        ):  # another process is rank 0 now, and will lock the directory
             self._release()
         return self._pending.rejoin(now, error)
 
     def _steps_on_all(self, world: "World", step: int | None) -> list[int]:
-        """Return the steps that rank 0 sees; a collective.
+        """Return the steps that rank 0 finds in the directory; this is a collective.
 
         Raises:
-            CheckpointError: rank 0 cannot list them, or the wanted step is missing.
+            CheckpointError: rank 0 cannot list the steps, or the requested step is missing.
         """
         answer = self._list_steps(step) if world.is_main else None
         steps = broadcast_object(answer, world, label="store: restore")
         if isinstance(steps, str):
-            msg = f"{self.directory} cannot be looked through: {steps}"
+            msg = f"{self.directory}: cannot find the newest checkpoint: {steps}"
             raise CheckpointError(msg)
         if step is not None and step not in steps:
-            msg = f"{self.directory} has no checkpoint of step {step}; it has {steps}."
+            msg = f"{self.directory} has no checkpoint of step {step}, only of: {steps or 'none'}."
             raise CheckpointError(msg)
         return steps
 
     def _load(
         self, state: States, world: "World", step: int, allow: Sequence[str]
     ) -> tuple[States | CheckpointError, bool]:
-        """Load a state or return the error, and whether a rank missed it; a collective."""
+        """Load a checkpoint; this is a collective.
+
+        Returns: the loaded state or the error, and whether the checkpoint was gone on any rank.
+        """
         folder = self.directory / manifest.name_of(step)
         outcome: States | CheckpointError
         try:
@@ -648,10 +674,10 @@ class CheckpointStore:
         return outcome, any(texts)
 
     def _list_steps(self, step: int | None) -> list[int] | str:
-        """Return the steps of the store, or a text that says why the newest cannot be restored.
+        """Return the steps of the store, or a text that says why the newest cannot be found.
 
         Args:
-            step: the wanted step; None for the newest.
+            step: the requested step; None for the newest.
         """
         try:
             steps = list(self.steps)
@@ -662,15 +688,15 @@ class CheckpointStore:
         if broken is None or step is not None:
             return steps
         link = f"{broken} is a broken link to {broken.readlink()}"
-        return f"{link}, and is newer than all others. {self._how_to_continue(steps)}"
+        return f"{link}, newer than all checkpoints. {self._how_to_continue(steps)}"
 
     def _how_to_continue(self, steps: Sequence[int]) -> str:
-        """Return a sentence on how to continue from the newest undamaged checkpoint."""
+        """Return a sentence that says how to continue from the newest undamaged checkpoint."""
         step = newest_whole(self.directory, steps)
         if step is None:
-            return "No older checkpoint is whole: remove it to begin again."
+            return "No older checkpoint is intact. Remove this one to start training again."
         return (
-            f"The newest whole checkpoint is that of step {step}: continue from it with"
+            f"The newest intact checkpoint is that of step {step}. Continue from it with"
             f" store.restore(state, step={step})."
         )
 
@@ -690,7 +716,7 @@ class CheckpointStore:
         self._lock = self._unlock = None
 
     def _remove_leftovers(self) -> None:
-        """Remove leftovers of interrupted saves; needs the lock."""
+        """Remove temporary directories of interrupted saves; the caller must have the lock."""
         for path in self.directory.glob(".tmp-*"):
             sys.stderr.write(f"accelfn: removing {path}, left by an interrupted save\n")
             files.remove(path)
@@ -698,12 +724,16 @@ class CheckpointStore:
     def _with_newest(
         self, error: CheckpointWriteError, more: str = ""
     ) -> CheckpointWriteError:
-        """Return the error with the newest checkpoint added to its text, if known."""
+        """Return the error with sentences about the newest checkpoint added to its message."""
         try:
             newest = self.latest
         except (OSError, CheckpointError) as failed:
             note = f"The checkpoints cannot be listed ({commit.format_error(failed)})"
         else:
-            note = "There is none yet" if newest is None else f"The newest is {newest}"
+            note = (
+                f"The newest checkpoint is {newest}"
+                if newest
+                else "No checkpoint exists"
+            )
         parts = (part.removesuffix(".") for part in (str(error), more, note) if part)
         return type(error)(" ".join(f"{part}." for part in parts))
