@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Datasets, the order of samples, and the share of each rank."""
+"""Datasets, the order of their samples, and the share of each batch for each rank."""
 
 from accelfn.data.dataset import Data as Data
 from accelfn.data.plan import Batch as Batch

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the samples of ranks that share data.
+"""Check that ranks that share data have the same samples.
 
-If each rank draws its own split, or lists a folder's files in another order, ranks have different
-samples at the same index. Some samples are then seen twice and others never, and nothing else
-shows it. So ranks exchange digests of the samples at a few indices.
+Ranks may have different samples at the same index, for example if each makes its own random
+split, or lists the files of a folder in another order. Then some samples are used twice and
+others never, without an error. So ranks compare digests of the samples at a few indices.
 
-Samples that a dataset draws with its own generator differ each time that they are read. If ranks
-differ, each reads its samples again, and leaves out the values that change.
+If a dataset uses its own random generator, a sample differs each time it is read. So if digests
+differ between ranks, each rank reads the samples again, and leaves out the values that change.
 """
 
 import hashlib
@@ -40,38 +40,38 @@ if TYPE_CHECKING:
     from accelfn.data.dataset import Data
 
 _BYTES = 1 << 22
-"""How many bytes of a dataset made of tensors are compared."""
+"""How many bytes are compared of a dataset that is made of tensors."""
 _INDICES = 1 << 16
 """How many indices of a Subset are compared."""
 _AGAIN = 4
-"""How often samples are read again if ranks differ."""
+"""How many times samples are read again if digests differ between ranks."""
 
 _SAMPLE, _FAILED = "sample ", "cannot be read: "
 
 _LABEL = "compare data"
 
 _DIFFERENT = (
-    "They would see some samples twice and others never. Make the dataset the same on all"
-    " ranks: give random_split a generator with a seed, and sort the files of a folder. If"
-    ' samples differ on purpose, give the data a name: af.Data(..., fingerprint="...").'
+    "Ranks would train on some samples twice and on others never. Make the dataset the same on"
+    " all ranks: pass a seeded generator to random_split, and sort the files of a folder. If"
+    ' samples differ on purpose, name the dataset: af.Data(..., fingerprint="a name").'
 )
 
 Digests: TypeAlias = list[str | None]
-"""A digest of each leaf; None if the leaf changes from one reading to the next."""
+"""A digest of each value in a sample; None for a value that changes when it is read again."""
 View: TypeAlias = list[tuple[str, str, Digests]]
-"""The dataset of a mix, the name of a part of it, such as a sample, and its digests."""
+"""Rows of: the dataset (in a mix), the name of what was read (such as a sample), its digests."""
 
 
 class Looks:
-    """Digests of a dataset at a few indices in this process, read when they are needed."""
+    """Digests of a dataset's samples at a few indices, which are read when they are needed."""
 
     def __init__(self, source: Source) -> None:
-        """Take the source of samples."""
+        """Initialize with the source of samples."""
         self._source = source
         self._reads: list[View] = []
 
     def digests(self) -> View:
-        """Return the digests that were the same each time."""
+        """Return the digests; None replaces the digest of a value that has changed."""
         self._read_until(1)
         return [
             (dataset, part, _same([read[i][2] for read in self._reads]))
@@ -79,7 +79,7 @@ class Looks:
         ]
 
     def look_again(self) -> None:
-        """Read samples some more times, to find values that change."""
+        """Read the samples some more times, to find values that change."""
         self._read_until(1 + _AGAIN)
 
     def _read_until(self, times: int) -> None:
@@ -88,39 +88,40 @@ class Looks:
 
 
 def check_readers(data: "Data", world: World) -> None:
-    """Raise unless all ranks read in the same way, if ranks communicate to read.
+    """Check that all ranks have the same `sharded=` and `dispatch=`, if this rank has one of them.
 
-    A rank that reads in another way compares definitions before its first update. Both
-    comparisons are the same call, and this part comes first.
+    A rank without these options compares definitions before its first update instead. Both
+    comparisons are the same collective, so ranks that differ find the difference.
 
-    Cost: if ranks communicate to read, a small all-reduce as reading begins; else none.
+    Cost: with `sharded=True` or `dispatch=True`, a small all-reduce at the start of reading.
 
     Raises:
-        ReplicaMismatchError: ranks differ; the error names the option, and has a row per rank.
+        ReplicaMismatchError: ranks differ. The message names the option, and has a row for each
+            rank.
     """
     if data.sharded or data.dispatch:
         check_definition_rows(reader_rows(data), world)
 
 
 def check_definition_rows(rows: dict[str, str], world: World) -> None:
-    """Raise unless all ranks train with the same definition, and read in the same way.
+    """Check that all ranks have the same definition, and the same options for reading.
 
     Raises:
-        ReplicaMismatchError: ranks differ; the error has a row per rank.
+        ReplicaMismatchError: ranks differ. The message has a row for each rank.
     """
     check_rows(
         rows,
         world,
         label="compare definitions",
         advice=(
-            "Such ranks would silently drift apart. Give TrainState.create the same setup,"
-            " optimizer, schedule, seed and data on all of them."
+            "The parameters of these ranks would silently become different. Pass the same setup,"
+            " optimizer, schedule, seed and data to TrainState.create on all ranks."
         ),
     )
 
 
 def reader_rows(data: "Data | None") -> dict[str, str]:
-    """Return who reads for whom, as rows to compare over ranks."""
+    """Return the options `sharded` and `dispatch` as rows that ranks compare."""
     return {
         "data, sharded": str(data is not None and data.sharded),
         "data, dispatch": str(data is not None and data.dispatch),
@@ -128,21 +129,23 @@ def reader_rows(data: "Data | None") -> dict[str, str]:
 
 
 def check_same_data(data: "Data", looks: Looks | None, world: World) -> None:
-    """Raise unless all ranks have the same samples in the same order and batches.
+    """Check that all ranks have the same samples in the same order and batches.
 
-    Ranks compare data with a `fingerprint=` by this name, and streams by their batching.
+    If data have a `fingerprint=`, only this name is compared instead of samples. For a stream,
+    only its batch size and remainder are compared.
 
     Args:
         data: the data that ranks share.
-        looks: digests of its samples; None for a stream.
-        world: the ranks that share them.
+        looks: digests of the samples; None for a stream.
+        world: the ranks that share the data.
 
-    Cost: one small all-reduce, and eight samples are read once for each `Data`. Of a
-    dataset made of tensors up to 4 MiB are read, and of a Subset up to 65,536 indices. If
-    ranks differ, samples are read four times more.
+    Cost: a small all-reduce. For each `Data` record, eight samples are read once; also up to 4
+    MiB of a dataset made of tensors, and up to 65,536 indices of a Subset. If ranks differ, all
+    this is read four more times.
 
     Raises:
-        ReplicaMismatchError: ranks differ; the error has the first difference, a row per rank.
+        ReplicaMismatchError: ranks differ. The message has the first difference, with a row for
+            each rank.
     """
     if world.size == 1:
         return
@@ -160,9 +163,9 @@ def check_same_data(data: "Data", looks: Looks | None, world: World) -> None:
 
 
 def have_same_data(data: "Data", looks: Looks | None, world: World) -> bool:
-    """Return whether all ranks have the same samples; False for streams, which have no digests.
+    """Return whether all ranks have the same samples; False for a stream without a fingerprint.
 
-    Cost: as `check_same_data` if ranks agree.
+    Cost: the same as a call of `check_same_data` that finds no difference.
     """
     form, looks = _form(data, looks)
     is_same = is_same_text(_describe_view(form, looks), world, label=_LABEL)
@@ -170,7 +173,10 @@ def have_same_data(data: "Data", looks: Looks | None, world: World) -> bool:
 
 
 def _form(data: "Data", looks: Looks | None) -> tuple[dict[str, str], Looks | None]:
-    """Return how data is batched; and its digests, or else its name."""
+    """Return the rows that ranks compare, and the digests to compare with them.
+
+    If the data have a fingerprint, it is one of the rows, and the digests are None.
+    """
     form = {f"data, {name}": str(value) for name, value in form_of(data).items()}
     form |= reader_rows(data)
     if data.fingerprint is None and looks is not None:
@@ -179,12 +185,15 @@ def _form(data: "Data", looks: Looks | None) -> tuple[dict[str, str], Looks | No
 
 
 def _describe_view(form: dict[str, str], looks: Looks | None) -> str:
-    """Return this rank's view of the data as text to compare."""
+    """Return the rows and digests of this rank as a text that ranks compare."""
     return json.dumps([form, looks and looks.digests()])
 
 
 def order_rows(data: "Data", seed: int) -> dict[str, str]:
-    """Return a digest of the first epoch's order, if it depends on more than the seed."""
+    """Return a row with a digest of the first epoch's order.
+
+    Return {} for a stream, or if the order depends only on the seed.
+    """
     pure = type(data.ordering) in (Sequential, Shuffled)
     if data.is_stream or (pure and isinstance(data.global_batch_size, int)):
         return {}
@@ -196,7 +205,7 @@ def order_rows(data: "Data", seed: int) -> dict[str, str]:
 
 
 def _digests_of(source: Source, dataset: str) -> Iterator[tuple[str, str, Digests]]:
-    """Yield digests of samples, and of tensors and indices in memory."""
+    """Yield digests of a few samples, and of tensors and indices that are in memory."""
     if isinstance(source, Joined):
         for number, part in enumerate(source.parts):
             yield from _digests_of(part, f"{dataset}dataset {number}, ")
@@ -209,7 +218,10 @@ def _digests_of(source: Source, dataset: str) -> Iterator[tuple[str, str, Digest
 
 
 def _in_memory(source: Source) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the parts of a source that can be read without its samples."""
+    """Yield what can be read without reading samples: rows of tensors, indices of a Subset.
+
+    Each item has a name, and a function that reads the values.
+    """
     if isinstance(source, Rows):
         size = sum(t[:1].nbytes for t in tree.tensor_leaves(source.tensors))
         rows = _spread_indices(len(source), max(1, _BYTES // max(1, size)))
@@ -228,10 +240,10 @@ def _spread_indices(n: int, count: int) -> Any:
 
 
 def _leaves(read: Callable[[], Any]) -> Digests:
-    """Return a digest of each leaf, or the error if reading fails."""
+    """Return a digest of each value that a function reads; one text if reading fails."""
     try:
         value = read()
-    except Exception as error:  # noqa: BLE001 - training on it raises the error
+    except Exception as error:  # noqa: BLE001 - raised when the sample is used
         return [f"{_FAILED}{type(error).__name__}"]
     return [_digest(bytes_of(leaf)) for leaf in tree.tree_leaves(value)]
 
@@ -241,7 +253,10 @@ def _digest(data: bytes) -> str:
 
 
 def _same(reads: list[Digests]) -> Digests:
-    """Return the digests that are the same each time; none if their number changes."""
+    """Return the digests of values that never changed, and None for others.
+
+    If the number of values has changed, the list is empty.
+    """
     complete = [read for read in reads if not _has_failed(read)] or reads
     if len({len(read) for read in complete}) > 1:
         return []
@@ -256,9 +271,9 @@ def _has_failed(leaves: Digests) -> bool:
 
 
 def _rows_of(views: list[View]) -> list[list[str]]:
-    """Return a line for each part that each rank saw, without values that change.
+    """Return the lines that ranks compare, for each rank, without values that change.
 
-    A leaf that changes in one sample, on one rank, is random, and is left out in all samples.
+    If a value has changed in one sample on one rank, it is left out of all samples.
     """
     random: dict[str, set[int]] = {}
     shapeless: set[str] = set()
@@ -283,22 +298,22 @@ def _rows_of(views: list[View]) -> list[list[str]]:
     ]
 
 
-# Samples that a user's collate leaves out, although a plain mean counts them.
+# Warn if a user's collate function leaves out samples, although a plain mean counts them.
 
 
 _FEWEST = 2
-"""Samples of a batch that shows whether rows are samples."""
+"""A batch with fewer samples does not show whether its rows are samples."""
 
 
 class LeftOut:
-    """Look at batches of a user's collate, until it has warned of a short batch.
+    """Looks at batches of a user's collate function, until it has warned of a short batch.
 
-    The number of rows says nothing if collate makes more rows than samples, as packed sequences
-    are, or always one row of two samples, or has samples along another dim.
+    It stops looking if the number of rows is not the number of samples for another reason:
+    collate packs sequences, makes one row of several samples, or puts samples along another dim.
     """
 
     def __init__(self) -> None:
-        """Begin with the next batch."""
+        """Initialize, to look at the next batch."""
         self._looks, self._usual_ratio = True, cast("float | None", None)
 
     def look(self, value: Any, num_samples: int | None, mean: str) -> None:
@@ -306,8 +321,8 @@ class LeftOut:
 
         Args:
             value: the collated batch.
-            num_samples: its number of samples, if it is known.
-            mean: the name of the mean over these samples, as "The loss".
+            num_samples: the number of samples in the batch; None if it is unknown.
+            mean: the name of the mean over these samples in the warning, such as "The loss".
         """
         if not self._looks or num_samples is None or num_samples < _FEWEST:
             return
@@ -326,13 +341,13 @@ class LeftOut:
         if self._looks and is_short and not is_usual:
             self._looks = False
             advise(
-                f"collate made {num_rows} rows of {num_samples} samples. {mean} is a mean over"
-                f" the rows that are left, and counts for {num_samples} samples next to"
-                " other means. Return totals with what they are of, af.Loss(total, num_rows), or"
-                " leave such samples out of the dataset."
+                f"collate returned {num_rows} rows for {num_samples} samples. {mean} is a mean"
+                f" over {num_rows} rows, but gets the weight of {num_samples} samples when means"
+                " are averaged. Return a total with its number of rows, such as"
+                " af.Loss(total, num_rows), or remove these samples from the dataset."
             )
 
 
 def _has_dim(value: Any, num_samples: int) -> bool:
-    """Return whether samples are along a later dim, for example if time is the first."""
+    """Return whether samples may be along another dim than the first, such as after time."""
     return any(num_samples in t.shape[1:] for t in tree.tensor_leaves(value))

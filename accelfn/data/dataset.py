@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Data`: a dataset with its batch size, order and readers, as a value."""
+"""`Data`: an immutable record of a dataset, its batch size, its order and how to read it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -56,13 +56,18 @@ from accelfn.data.stream import first_state, resume_error
 from accelfn.errors import ArgumentError, BatchError, DataError, LengthError
 
 _FEW = 4
-"""Samples in a list; fewer than rows that columns have."""
+"""A list of at most this many tensors may be a list of columns, if each has more rows."""
 _MOST_WORKERS = 4096
-"""More cores than a machine has."""
+"""The largest number of workers that is accepted: more than a machine has cores."""
 
 
 def _expect(is_valid: Callable[[Any], bool], expected: str) -> Any:
-    """Return a validator that raises `ArgumentError` for an invalid option."""
+    """Return an attrs validator that raises `ArgumentError` for an invalid option.
+
+    Args:
+        is_valid: returns whether a value is valid.
+        expected: what is expected, in words for errors.
+    """
 
     def check(_data: object, field: Any, value: object) -> None:
         if not is_valid(value):
@@ -73,14 +78,13 @@ def _expect(is_valid: Callable[[Any], bool], expected: str) -> Any:
 
 
 def _is_order(value: Any) -> bool:
-    """Return whether a value is an order, and not a function that gives indices."""
+    """Return whether a value is an `Order`, and not a function that returns indices."""
     return hasattr(value, "of_epoch") and hasattr(value, "num_samples")
 
 
 def _is_order_option(value: Any) -> bool:
-    is_class = isinstance(value, type) and _is_order(
-        value
-    )  # orders.weighted, not called
+    # a class such as orders.weighted, which the user forgot to call
+    is_class = isinstance(value, type) and _is_order(value)
     return value is None or ((callable(value) or _is_order(value)) and not is_class)
 
 
@@ -100,8 +104,8 @@ _NUM_WORKERS = _expect(
 )
 _ORDER = _expect(
     _is_order_option,
-    "a function (seed, epoch, n) -> indices, or an order of af.orders. Give a torch sampler to"
-    " a DataLoader, and that to af.Data.from_loader",
+    "a function (seed, epoch, n) -> indices, or an order from af.orders. For a torch sampler,"
+    " write af.Data.from_loader(DataLoader(dataset, sampler=sampler, ...))",
 )
 _TIMEOUT = _expect(
     lambda value: is_number(value) and 0 < value < float("inf"),
@@ -113,47 +117,45 @@ _FINGERPRINT = _expect(
 
 
 def _check_dataset(data: "Data") -> None:
-    """Raise for datasets of other kinds than samples."""
+    """Raise an error if the dataset is an `af.Data`, or a DataLoader that makes batches."""
     dataset, kind = data.dataset, type(data.dataset).__name__
     if isinstance(dataset, Data):
-        msg = f"af.Data: a {kind} cannot be read by index; give its dataset."
+        msg = "af.Data: the dataset is itself an af.Data. Pass data.dataset instead."
         raise DataError(msg)
     if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
         msg = (
-            f"af.Data: a {kind} gives batches, and samples are expected. Give"
-            " af.Data.from_loader(loader), or TrainState.create(data=loader). For a stream of"
-            f" samples, make the {kind} with batch_size=None."
+            f"af.Data: a {kind} returns batches, but af.Data expects samples. Write"
+            " af.Data.from_loader(loader) or TrainState.create(data=loader). For a stream of"
+            f" samples, create the {kind} with batch_size=None."
         )
         raise ArgumentError(msg)
 
 
 def _check_batching(data: "Data") -> None:
-    """Raise for options that exclude each other, whatever the dataset."""
+    """Raise an error for options that exclude each other for every dataset."""
     sampler, why = data.batch_sampler, ""
     if data.global_batch_size is None and sampler is None:
-        why = (
-            ": got neither global_batch_size= nor batch_sampler=; give one of the two."
-        )
+        why = ": got neither global_batch_size= nor batch_sampler=. Pass one of them."
     elif data.global_batch_size is not None and sampler is not None:
-        why = ": got both global_batch_size= and batch_sampler=; give one of the two."
+        why = ": got both global_batch_size= and batch_sampler=. Pass only one of them."
     elif data.order is not None and data.shuffle:
-        why = "(shuffle=True, order=...): your order is not shuffled. Give one of the two."
+        why = "(shuffle=True, order=...): pass only one of them, because order= is not shuffled."
     elif isinstance(data.global_batch_size, token_budget) and data.remainder != "short":
         why = (
-            f"(global_batch_size=af.token_budget(...), remainder={data.remainder!r}): a batch is as"
-            " large as it is; leave remainder out."
+            f"(global_batch_size=af.token_budget(...), remainder={data.remainder!r}): batches of a"
+            " token budget have no fixed size, so none is too short. Leave out remainder=."
         )
     elif sampler is not None:
         if not all(hasattr(sampler, name) for name in ("__iter__", "__len__")):
             why = (
                 f"(batch_sampler=...): {type(sampler).__name__} is not iterable, or has no"
-                " length. Give lists of indices, or an object with __iter__ and __len__ that"
-                " yields them."
+                " length. Pass a list of lists of indices, or an object with __iter__ and __len__"
+                " that yields lists of indices."
             )
         elif data.order is not None or data.shuffle or data.remainder != "short":
             why = (
-                "(batch_sampler=...): it says which samples come in which batch; leave out"
-                " order=, shuffle= and remainder=."
+                "(batch_sampler=...): the sampler determines the samples of every batch. Leave"
+                " out order=, shuffle= and remainder=."
             )
         else:
             refuse_distributed(sampler)
@@ -162,11 +164,11 @@ def _check_batching(data: "Data") -> None:
 
 
 def _check_indexed(data: "Data") -> None:
-    """Raise for options of a stream, and for an epoch without batches."""
+    """Raise an error for options that need a stream, and for an epoch without batches."""
     kind = type(data.dataset).__name__
     for name in ("sharded", "dispatch", "replay"):
         if getattr(data, name):
-            msg = f"af.Data({name}=True): {kind} is read by index, not a stream; leave it out."
+            msg = f"af.Data({name}=True): {kind} is not a stream, but read by index. Leave it out."
             raise ArgumentError(msg)
     if len(data.source) == 0:
         msg = f"af.Data: the dataset ({kind}) is empty."
@@ -179,14 +181,14 @@ def _check_indexed(data: "Data") -> None:
     if isinstance(data.global_batch_size, int) and not data.updates_per_epoch:
         msg = (
             f'af.Data(global_batch_size={data.global_batch_size}, remainder="drop"): the dataset'
-            f" has {len(data)} samples, so every batch would be dropped. Take a smaller"
+            f" has {len(data)} samples, so every batch would be dropped. Use a smaller"
             " global_batch_size."
         )
         raise DataError(msg)
 
 
 def _advise_of_columns(dataset: Any) -> None:
-    """Warn if a list of samples looks like a list of columns, as inputs and targets."""
+    """Warn if a list looks like columns (such as inputs and targets), and not like samples."""
     if not isinstance(dataset, list):
         return
     rows = cast("list[Any]", dataset)
@@ -196,39 +198,41 @@ def _advise_of_columns(dataset: Any) -> None:
     lengths = {row.shape[0] for row in rows}
     if len(lengths) == 1 and (length := lengths.pop()) > _FEW:
         advise(
-            f"af.Data([...]): a list is one of samples, and this one has {len(rows)}, tensors"
-            f" of {length} rows each. If these are columns, as inputs and targets, give a"
-            " tuple, af.Data((inputs, targets)); if they are samples, torch.stack(samples)."
+            f"af.Data([...]): accelfn reads a list as samples, and this list has {len(rows)}:"
+            f" tensors of {length} rows each. If they are columns, such as inputs and targets,"
+            " pass a tuple: af.Data((inputs, targets)). If they are samples, pass"
+            " torch.stack(samples)."
         )
 
 
 def _check_stream(data: "Data") -> None:
-    """Raise for streams that cannot be read again, and for options of an index."""
+    """Raise an error for streams that can be read only once, and for options that need an index."""
     kind, why = type(data.dataset).__name__, ""
     if isinstance(data.dataset, (set, frozenset)):
-        msg = f"af.Data: a {kind} has no order; give it as a sorted list."
+        msg = f"af.Data: a {kind} has no order. Pass sorted(dataset) instead."
         raise DataError(msg)
     if isinstance(data.dataset, Iterator):
         msg = (
-            f"af.Data: a {kind} can be read once only; expected an object whose __iter__"
-            " begins anew, as an IterableDataset's."
+            f"af.Data: a {kind} can be read only once. Pass an object that starts from its"
+            " first sample at each call of __iter__, such as an IterableDataset."
         )
         raise DataError(msg)
     is_ordered = data.shuffle or data.order is not None
     if is_ordered or not isinstance(data.global_batch_size, int):
         why = (
-            f": {kind} is a stream, which has its own order. Give an integer global_batch_size, and"
-            " no shuffle=, order= or batch_sampler=; shuffle in the stream itself."
+            f": {kind} is a stream, and a stream has its own order. Pass an integer"
+            " global_batch_size=, and leave out shuffle=, order= and batch_sampler=. Shuffle"
+            " inside the stream."
         )
     elif data.sharded and (data.dispatch or data.remainder != "short"):
         why = (
-            "(sharded=True): each rank reads its own samples, and its last batches are short;"
-            " leave out dispatch= and remainder=."
+            "(sharded=True): each rank reads its own samples, and its last batches are short."
+            " Leave out dispatch= and remainder=."
         )
     elif data.num_workers and (data.dispatch or isinstance(data.dataset, DataLoader)):
         why = (
-            f"(num_workers={data.num_workers}): one process reads this stream; leave it out,"
-            " or let the stream itself have workers."
+            f"(num_workers={data.num_workers}): only one process reads this stream. Leave out"
+            " num_workers=, or use workers inside the stream."
         )
     if why:
         raise ArgumentError(f"af.Data{why}")  # noqa: EM102 - a message has a name
@@ -241,47 +245,50 @@ def _check_stream(data: "Data") -> None:
 @hint_attributes("setattr", "iter", "getitem")
 @attrs.frozen(eq=False, repr=False)
 class Data:
-    """A dataset, with its order, batch size and readers.
+    """A dataset with its batch size, its order, and options for reading it.
 
     Attributes:
-        dataset: a dataset with `__len__` and `__getitem__` (or `__getitems__`). Tensors (a
-            tensor, a tuple or dict of tensors, a TensorDataset or its Subset) and Arrow
-            tables are gathered a batch at a time. Or a stream: an IterableDataset, or any
-            other object that can be iterated over several times.
-        global_batch_size: samples per update, over all ranks and micro-batches together; or
-            `af.token_budget(...)`, as many as fit.
-        shuffle: whether to shuffle every epoch. The order is a pure function of the state's
-            seed and the epoch, and the same for every number of ranks.
-        remainder: how to treat a short last batch. "short": split it like any other; its
-            mean is over its samples. "pad": fill it from the start of the epoch's order,
-            cyclically; the repeats count in its mean, and evaluation leaves them out.
-            "drop": leave it out.
-        collate: makes a batch from a list of samples; default torch's. If it leaves samples
-            out, a loss that is a plain mean gets too much weight compared with other ranks
-            and micro-batches, and accelfn warns.
-        num_workers: number of reader processes of each rank; 0 reads in this process.
-            accelfn warns if there are more than the usable cores, when reading begins.
-        order: one of `af.orders`, or your function `(seed, epoch, n) -> indices`.
-        batch_sampler: a torch batch sampler, or any object with a length that yields lists of
-            indices, one list per update. It replaces all options above except `collate` and
-            `num_workers`.
-        timeout: seconds that a worker may take for a batch.
-        fingerprint: identifies this dataset when a checkpoint is loaded; by default a hash
-            of some samples.
-        sharded: whether the stream gives different samples to every rank and worker. Ranks
-            stay in step by one small collective per update.
-        dispatch: whether only rank 0 reads the stream, for all ranks.
-        replay: whether a stream without state may be resumed by reading it again from the
-            start.
+        dataset: a dataset with `__len__` and `__getitem__` (or `__getitems__`), or a stream.
+            A stream is an IterableDataset, or another object that you can iterate over several
+            times. accelfn reads whole batches from an Arrow table, and from a dataset that is
+            made of tensors: a tensor, a tuple or dict of tensors, a TensorDataset or a Subset
+            of one.
+        global_batch_size: the number of samples per update, over all ranks and micro-batches.
+            Or `af.token_budget(...)`, which takes as many samples as fit.
+        shuffle: whether to shuffle in every epoch. The order depends only on the state's seed
+            and the epoch, and not on the number of ranks.
+        remainder: how to treat a short last batch of an epoch. "short" splits it like other
+            batches, and divides by its own number of samples. "pad" fills it with samples from
+            the start of the epoch's order. These repeats count in the batch's mean, but not in
+            evaluation. "drop" leaves the batch out.
+        collate: a function that makes a batch from a list of samples; by default torch's. It
+            may leave out samples. Then a loss that is a plain mean gets too much weight
+            compared with other ranks and micro-batches, and accelfn warns.
+        num_workers: the number of worker processes of each rank that read samples. With 0, this
+            process reads. accelfn warns at the start of reading if there are more workers than
+            usable cores.
+        order: an order from `af.orders`, or your function `(seed, epoch, n) -> indices`.
+        batch_sampler: a torch batch sampler, or another object with a length that yields lists
+            of indices, one list for each update. It replaces all options above except `collate`
+            and `num_workers`.
+        timeout: how many seconds a worker may need for a batch.
+        fingerprint: a name that identifies the dataset when a checkpoint is loaded; by default
+            a hash of some samples.
+        sharded: whether the stream yields different samples on each rank and worker. Then ranks
+            stay in step with one small collective per update.
+        dispatch: whether only rank 0 reads the stream, and sends the samples to all ranks.
+        replay: whether a stream without `state_dict()` may be resumed by reading it again from
+            the start.
 
     Law:
-        A sample's place, and the random numbers of reading it, depend on (seed, epoch) alone,
-        not on ranks, workers or micro-batches; `sharded` data excepted.
+        A sample's position, and the random numbers for reading it, depend only on the seed and
+        the epoch, and not on ranks, workers or micro-batches. Data with `sharded=True` are an
+        exception.
 
     Raises:
         DataError: the dataset is empty, or cannot be read.
-        ArgumentError: a count that is not positive, an unknown remainder, options that
-            exclude each other.
+        ArgumentError: a number is not positive, `remainder` is unknown, or options exclude each
+            other.
 
     Example:
         >>> data = Data(torch.arange(10), global_batch_size=4)
@@ -309,7 +316,7 @@ class Data:
     dispatch: bool = option(default=False, validator=truth())
     replay: bool = option(default=False, validator=truth())
     first: Any = attrs.field(default=None, init=False)
-    """A stream's own state before it is read, with which each epoch begins."""
+    """A stream's `state_dict()` before it is read; each epoch begins with this state."""
 
     def __attrs_post_init__(self) -> None:
         """Check the dataset and the options."""
@@ -330,17 +337,18 @@ class Data:
         shuffle: bool = False,
         **options: Any,
     ) -> Self:
-        """Create data with samples of several datasets, in proportion to weights.
+        """Create data that mixes samples of several datasets in proportion to weights.
 
-        An epoch has as many samples as all datasets together. After each block of 64 positions
-        (or more, for small weights), each dataset has had its share since the beginning of the
-        run, to within one sample. Each dataset goes through its own samples epoch by epoch,
-        maybe several times in an epoch of the mix.
+        An epoch of the mix has as many samples as all datasets together. Since the start of the
+        run, each dataset has its share of the samples, exact to one sample, after each block of
+        64 positions (or more, for small weights). No sample of a dataset is repeated before all
+        samples of that dataset were used.
 
         Args:
-            datasets: map-style datasets; their samples must collate with one another.
-            weights: a weight for each dataset; by default, their lengths.
-            shuffle: whether each dataset is shuffled; the next dataset is always random.
+            datasets: map-style datasets. It must be possible to collate their samples into one
+                batch.
+            weights: a weight for each dataset; by default, its length.
+            shuffle: whether to shuffle each dataset. Which dataset comes next is always random.
             options: the options of `Data`.
 
         Example:
@@ -350,7 +358,7 @@ class Data:
         """
         for name in ("batch_sampler", "order"):
             if name in options:
-                msg = f"af.Data.mix({name}=...): the mix is the order; leave it out."
+                msg = f"af.Data.mix({name}=...): the mix determines the order. Leave out {name}=."
                 raise ArgumentError(msg)
         source, order = mix_datasets(datasets, weights=weights, shuffle=shuffle)
         return cls(source, order=order, **options)
@@ -364,38 +372,39 @@ class Data:
         num_ranks: int = 1,
         num_micro_batches: int = 1,
     ) -> Self:
-        """Create data from a torch DataLoader; its batch size is the samples per update.
+        """Create data from a torch DataLoader; its batch size is the number of samples per update.
 
-        accelfn keeps its dataset, batch size, sampler or batch sampler, drop_last, collate_fn,
-        num_workers and timeout. A `shuffle=True` becomes accelfn's, which is a function of
-        the state's seed. On a GPU, batches go to pinned memory. accelfn warns of
-        other options that it does not keep.
+        accelfn uses the loader's dataset, batch size, sampler or batch sampler, drop_last,
+        collate_fn, num_workers and timeout. With `shuffle=True`, accelfn shuffles itself, by the
+        state's seed. Batches for a GPU go through pinned memory. accelfn warns if it ignores an
+        option of the loader.
 
         Args:
-            loader: a loader of torch, or torchdata's StatefulDataLoader.
-            num_ranks: the number of ranks, if the loader's batch size is for one rank.
-            num_micro_batches: the number of micro-batches, if it is for one micro-batch.
+            loader: a DataLoader of torch, or a StatefulDataLoader of torchdata.
+            num_ranks: the number of ranks, if the loader's batch size is that of one rank.
+            num_micro_batches: the number of micro-batches, if the loader's batch size is that of
+                one micro-batch.
 
         Raises:
-            DataError: the loader gives each rank a part already, or does not batch.
+            DataError: the loader splits the samples among ranks, or makes no batches.
         """
         return cls(**options_of(loader, num_ranks, num_micro_batches))
 
     @property
     def is_stream(self) -> bool:
-        """Whether it is read from front to back, and not by index."""
+        """Whether the dataset is a stream, which is read in order and not by index."""
         return not isinstance(self.dataset, Joined) and is_stream(self.dataset)
 
     @cached_property
     def source(self) -> Source:
-        """How samples are read, by index."""
+        """The object that reads samples by index."""
         if isinstance(self.dataset, Joined):
             return self.dataset
         return source_of(self.dataset)
 
     @cached_property
     def ordering(self) -> Order:
-        """In which order samples come, by index."""
+        """The order of the samples, for a dataset that is read by index."""
         if _is_order(self.order):
             return cast("Order", self.order)
         if self.order is not None:
@@ -403,23 +412,22 @@ class Data:
         return Shuffled() if self.shuffle else Sequential()
 
     def __bool__(self) -> bool:
-        """Return True: an empty dataset is an error, and a stream may not know its length."""
+        """Return True; without this method, Python would call `__len__`."""
         return True
 
     def __len__(self) -> int:
-        """Return the number of samples of an epoch.
+        """Return the number of samples in an epoch.
 
         Raises:
-            LengthError: the dataset does not know it.
+            LengthError: the dataset is a stream without a length.
         """
         if self.is_stream:
             length = promised_length(self.dataset)
             if length is None or self.sharded:
-                where = " on all ranks together" if self.sharded else ""
+                where = " over all ranks" if self.sharded else ""
                 msg = (
-                    f"af.Data: the stream {type(self.dataset).__name__} does not say how many"
-                    f" samples it has{where}. Do without a length: give a schedule its"
-                    " num_updates=, and count as you read."
+                    f"af.Data: the stream {type(self.dataset).__name__} has no known length"
+                    f"{where}. For a schedule, pass num_updates= instead."
                 )
                 raise LengthError(msg)
             return length
@@ -429,27 +437,28 @@ class Data:
 
     @property
     def updates_per_epoch(self) -> int:
-        """How many updates one pass over the data makes.
+        """The number of updates in an epoch.
 
         Raises:
-            DataError: it is not known, or differs from epoch to epoch; then
-                `num_updates(epochs, seed=)` counts.
+            LengthError: the dataset is a stream without a length.
+            DataError: the number may differ between epochs, because the batches have a token
+                budget. Use `num_updates(epochs, seed=...)`.
         """
         if self.batch_sampler is not None:
             return len(self.batch_sampler)
         if isinstance(self.global_batch_size, token_budget):
             msg = (
                 "af.Data(global_batch_size=af.token_budget(...)).updates_per_epoch: epochs may have"
-                " different numbers of updates; ask data.num_updates(epochs, seed=...)."
+                " different numbers of updates. Call data.num_updates(epochs, seed=...)."
             )
             raise DataError(msg)
         return EvenCut(len(self), self.global_batch_size, self.remainder).num_batches(0)
 
     def num_updates(self, epochs: int, *, seed: int = 0) -> int:
-        """Return how many updates so many epochs make, for a state of this seed.
+        """Return the number of updates in a number of epochs, for a state with this seed.
 
         Raises:
-            ArgumentError: `epochs` is not a number of 0 or more.
+            ArgumentError: `epochs` is not an integer of 0 or more.
         """
         check_integer("af.Data.num_updates", "epochs", epochs, 0)
         if isinstance(self.global_batch_size, token_budget):
@@ -457,19 +466,25 @@ class Data:
         return epochs * self.updates_per_epoch
 
     def num_updates_of(self, epoch: int, *, seed: int, start: int = 0) -> int:
-        """Return how many updates an epoch makes from a sample on, for a state of this seed."""
+        """Return the number of updates from position `start` to the end of an epoch.
+
+        Args:
+            epoch: the number of the epoch, from 0.
+            seed: the state's seed.
+            start: the number of samples of the epoch that were read already.
+        """
         if not start and self.batch_sampler is not None:
             return self.updates_per_epoch
         return self._cut_of(epoch, seed).num_batches(start)
 
     def _cut_of(self, epoch: int, seed: int) -> Cut:
-        """Return where an epoch's batches end; its order is made only if they depend on it."""
+        """Return how an epoch is cut into batches; compute its order only if that is needed."""
         if isinstance(self.global_batch_size, int):
             return EvenCut(len(self), self.global_batch_size, self.remainder)
         return self.epoch(seed=seed, number=epoch).cut
 
     def __repr__(self) -> str:
-        """Show what the dataset is, not what is in it."""
+        """Return the dataset's type, length, order and batch size, without samples."""
         kind = type(self.dataset).__name__
         if self.is_stream:
             return f"<Data of a stream ({kind}), batches of {self.global_batch_size}>"
@@ -482,7 +497,7 @@ class Data:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """Plain data that must be the same when a run is resumed."""
+        """Properties of the data, as plain data, which must be equal when a run is resumed."""
         name = self.fingerprint
         if not self.is_stream:
             name = name or fingerprint_of(self.source)
@@ -490,17 +505,19 @@ class Data:
 
     @cached_property
     def looks(self) -> Looks | None:
-        """Digests of a few samples, for ranks that compare them; None for a stream."""
+        """Digests of a few samples, which ranks compare; None for a stream."""
         return None if self.is_stream else Looks(self.source)
 
     def in_order(self) -> "Data":
-        """Return the data with each sample once, in the dataset's order, to evaluate on."""
+        """Return data for evaluation: each sample once, in the order of the dataset."""
         if self.is_stream:
             data = attrs.evolve(self, remainder="short")
-            object.__setattr__(data, "first", self.first)  # it may be read by now
+            object.__setattr__(
+                data, "first", self.first
+            )  # the stream may have been read
             return data
         size = self.global_batch_size
-        if self.batch_sampler is not None:  # as large as its largest
+        if self.batch_sampler is not None:  # the size of its largest batch
             stops = [stop for _, stop in self.epoch(seed=0).cut.spans(0)]
             size = int(np.diff(stops, prepend=0).max())
         return attrs.evolve(
@@ -513,19 +530,19 @@ class Data:
         )
 
     def epoch(self, *, seed: int, number: int = 0) -> Epoch:
-        """Return one pass over the data: which index comes where, and where batches end."""
+        """Return an epoch: the index of the sample at each position, and where batches end."""
         return epoch_of(self, seed=seed, number=number)
 
     def read(self, reading: Reading) -> Iterator[Batch]:
-        """Yield a rank's batches, on its device."""
+        """Yield the batches of this rank on its device."""
         return read_batches(self, reading)
 
     def check_start(self, start: Cursor, *, seed: int) -> None:
-        """Raise if reading cannot begin at a cursor.
+        """Raise an error if reading cannot start at a cursor.
 
         Raises:
-            BatchError: the epoch has no such sample.
-            DataError: a stream that cannot be put there.
+            BatchError: the cursor is after the last batch of its epoch.
+            DataError: the stream cannot continue at the cursor.
         """
         place = f"sample {start.samples} of epoch {start.epoch}"
         if start.samples == 0:
@@ -534,16 +551,16 @@ class Data:
             epoch_cut = self._cut_of(start.epoch, seed)
             if not epoch_cut.num_batches(start.samples):
                 msg = (
-                    f"The cursor stands at {place}, but an epoch of this data has"
-                    f" {epoch_cut.end(0)} in its batches, and no batch is left. Was the dataset or"
-                    " its batch size changed?"
+                    f"The cursor is at {place}, but the batches of an epoch of this data have"
+                    f" only {epoch_cut.end(0)} samples in all. Was the dataset or its batch size"
+                    " changed?"
                 )
                 raise BatchError(msg)
         elif self.sharded and start.memory is None:
             msg = (
-                f"af.Data(sharded=True): the cursor at {place} does not say where each rank's"
-                f" stream ({type(self.dataset).__name__}) stands. Take the cursor of a batch"
-                " or of af.load; af.seek has no state."
+                f"af.Data(sharded=True): the cursor at {place} has no state of the ranks'"
+                f" streams ({type(self.dataset).__name__}). Use the cursor of a batch or of a"
+                " loaded state, because a cursor from af.seek never has such a state."
             )
             raise DataError(msg)
         elif not self.replay and start.memory is None:

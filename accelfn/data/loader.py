@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert a torch DataLoader into arguments of `Data`."""
+"""Convert a torch DataLoader to arguments of `af.Data`."""
 
 from functools import partial
 from math import prod
@@ -19,30 +19,31 @@ from accelfn.data.sources import is_stream
 from accelfn.errors import DataError
 
 _DEFAULTS = {
-    "worker_init_fn": "workers draw from streams of their own; seed in the dataset",
+    "worker_init_fn": "accelfn seeds the generators for each sample; seed in the dataset",
     "generator": "the order comes from the state's seed",
-    "multiprocessing_context": "workers start as multiprocessing is told to, or by a fork",
+    "multiprocessing_context": "multiprocessing.set_start_method decides how workers start",
 }
 
 
 _ITERATION = ("__iter__", "__len__", "_get_iterator", "_index_sampler")
-"""Methods of a subclass that change its batches, and that accelfn does not call."""
+"""Methods by which a subclass can change its batches. accelfn does not call them."""
 
 
 def options_of(loader: Any, num_ranks: int, num_micro_batches: int) -> dict[str, Any]:
-    """Return the arguments of `Data` for a loader.
+    """Return the arguments of `af.Data` for a DataLoader.
 
     Raises:
-        DataError: it is not a DataLoader, does not batch, or gives each rank a part already.
+        DataError: the loader is not a DataLoader, makes no batches, or splits the samples among
+            ranks.
     """
     if not isinstance(loader, DataLoader):
-        msg = f"from_loader: expected a torch DataLoader, got {type(loader).__name__}."
+        msg = f"af.Data.from_loader: expected a torch DataLoader, got {type(loader).__name__}."
         raise DataError(msg)
     _refuse_own_iteration(loader)
     counts = {"num_ranks": num_ranks, "num_micro_batches": num_micro_batches}
     for name, count in counts.items():
         check_integer(
-            "from_loader", name, count, 1, name.replace("num_", "a number of ")
+            "af.Data.from_loader", name, count, 1, name.replace("num_", "a number of ")
         )
     _advise_of_lost_options(loader)
     collate = loader.collate_fn
@@ -78,39 +79,40 @@ def _batching(loader: "DataLoader[Any]", counts: dict[str, int]) -> dict[str, An
         }
     if batches is None:
         msg = (
-            "from_loader: this DataLoader does not batch (batch_size=None). Give"
-            " af.Data(dataset, global_batch_size=...)."
+            "af.Data.from_loader: this DataLoader makes no batches (batch_size=None). Write"
+            " af.Data(dataset, global_batch_size=...) instead."
         )
         raise DataError(msg)
     if parts != 1:
         name = next(name for name, count in counts.items() if count != 1)
         msg = (
-            f"from_loader({name}={counts[name]}): a batch of {type(batches).__name__} is an"
-            f" update's, over all ranks and micro-batches; leave {name} out."
+            f"af.Data.from_loader({name}={counts[name]}): a batch of the batch sampler"
+            f" {type(batches).__name__} is the batch of a whole update, over all ranks and"
+            f" micro-batches. Leave out {name}=."
         )
         raise DataError(msg)
     return {"batch_sampler": batches}
 
 
 def _refuse_own_iteration(loader: Any) -> None:
-    """Raise if a subclass changes the batches of its dataset, sampler and collate."""
+    """Raise an error if a subclass of DataLoader has its own methods for making batches."""
     for cls in type(loader).__mro__:
         if cls is DataLoader or cls.__module__.startswith("torchdata."):
             return
         methods = [name for name in _ITERATION if name in vars(cls)]
         if methods:
             msg = (
-                f"from_loader: {cls.__name__} has its own {methods[0]}, which would not be called:"
-                " accelfn reads a loader's dataset in the order of its sampler. Let the"
-                " dataset, the sampler or collate_fn do what it does, and give a plain"
-                " DataLoader; or step over its batches as they are: `for batch in"
-                " af.join_uneven(loader, world):`, of a loader of each rank's own samples."
+                f"af.Data.from_loader: {cls.__name__} has its own {methods[0]}, but accelfn does"
+                " not call it: it reads the dataset in the order of the loader's sampler. Move"
+                " that code to the dataset, the sampler or collate_fn, and pass a plain"
+                " DataLoader. Or write `for batch in af.join_uneven(loader, world):`, with a"
+                " loader of different samples on each rank."
             )
             raise DataError(msg)
 
 
 def _convert_lone(convert: Any, samples: list[Any]) -> Any:
-    """Convert the single batch from a stream of batches, as the loader would."""
+    """Return the batch in a list of one batch, converted by the loader's `collate_fn`."""
     (sample,) = samples
     return convert(sample)
 
@@ -118,4 +120,6 @@ def _convert_lone(convert: Any, samples: list[Any]) -> Any:
 def _advise_of_lost_options(loader: "DataLoader[Any]") -> None:
     for name, instead in _DEFAULTS.items():
         if getattr(loader, name, None) is not None:
-            advise(f"from_loader: {name} is not kept: {instead}.")
+            advise(
+                f"af.Data.from_loader: accelfn ignores the loader's {name}: {instead}."
+            )

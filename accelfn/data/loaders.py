@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers: turn dataset indices into batches, here or in DataLoader workers."""
+"""Read batches of samples by index, in this process or in the workers of a DataLoader."""
 
 import gc
 import multiprocessing
@@ -28,11 +28,11 @@ Collate: TypeAlias = Callable[[list[Any]], Any]
 
 @attrs.frozen
 class Task:
-    """A reading task: the indices of a micro-batch.
+    """A micro-batch to read.
 
     Attributes:
         key: the key of the epoch's random numbers.
-        first: the epoch position of the first sample.
+        first: the position of the first sample in the epoch's order.
         indices: the dataset indices of the samples.
     """
 
@@ -43,12 +43,12 @@ class Task:
 
 @attrs.frozen
 class Fetch:
-    """Read and collate samples, also in worker processes.
+    """Reads and collates the samples of a task, in this process or in a worker.
 
-    Random numbers of a dataset (augmentation) from the default generators of torch, numpy or
-    Python are a function of (seed, epoch, position). So they do not depend on workers, ranks
-    or micro-batches, and joined datasets have different ones. A dataset's `__getitems__`
-    draws for all samples at once, from the first position.
+    A dataset may use the default random generators of torch, numpy or Python, for example for
+    augmentation. accelfn seeds them for each sample from (seed, epoch, position), so the random
+    numbers do not depend on workers, ranks or micro-batches. For a dataset with `__getitems__`,
+    which reads several samples at once, the position of the first sample counts.
     """
 
     source: Source
@@ -56,11 +56,11 @@ class Fetch:
 
     @property
     def is_pure(self) -> bool:
-        """Whether reading runs no code of the user's, so that nothing is drawn."""
+        """Whether reading runs no user code, and so uses no random numbers."""
         return self.collate is None and self.source.is_pure
 
     def __call__(self, task: Task) -> Any:
-        """Return the collated samples."""
+        """Return the collated samples of a task."""
         if self.is_pure:
             return self.source.batch(task.indices, skip_seeding)
         with draws.seeded() as drawing:
@@ -75,24 +75,24 @@ class Fetch:
 
 
 def skip_seeding(_place: int) -> None:
-    """Seed no generator, because reading draws no random numbers."""
+    """Do nothing instead of seeding generators, because reading uses no random numbers."""
 
 
-# Worker processes of torch's loaders, and the errors when a worker fails.
+# Start the worker processes of a torch DataLoader, and raise clear errors if a worker fails.
 #
-# torch raises the end of a worker at any point of the main process, for example in the
-# middle of a step. accelfn raises it at the next batch, and names the samples. For this, and to
-# end the workers, it needs private attributes of torch's iterators.
+# If a worker ends, torch raises an error in the main process at once, for example in the middle
+# of a step. accelfn raises the error when the next batch is read, and names the samples. For
+# this, and to end the workers, it uses private attributes of torch's iterators.
 
 
 _torch: Any = signal_handling
 _starting = threading.local()
-"""Whether this thread starts workers."""
+"""Its attribute `here` is true while the current thread starts workers."""
 
 
 @attrs.frozen
 class Place:
-    """A reader's rank, and the update of its first batch, for errors."""
+    """For error messages: the rank that reads, and the number of the first batch's update."""
 
     rank: int
     size: int
@@ -100,29 +100,29 @@ class Place:
 
 
 def advise_of_workers(num_workers: int) -> None:
-    """Warn of more worker processes than usable cores."""
+    """Warn if there are more worker processes than cores that this process can use."""
     num_cores = system.num_cores()
     if num_workers > num_cores:
         advise(
-            f"af.Data(num_workers={num_workers}): this process may use {num_cores} cores, so"
-            " its workers wait for one another, and training for them. Write"
+            f"af.Data(num_workers={num_workers}): this process can use only {num_cores} cores,"
+            " so its workers slow each other and the training down. Write"
             f" num_workers={num_cores} or fewer."
         )
 
 
 @contextmanager
 def mute_worker_warnings() -> Generator[None]:
-    """Hide torch's warnings of the number of workers."""
+    """Hide torch's warnings about the number of workers in a `with` block."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")
         yield
 
 
 def start_method(num_workers: int) -> str | None:
-    """Return how to start workers: by a fork on Linux, unless the program has chosen.
+    """Return the start method for workers: "fork" on Linux, unless the program has chosen one.
 
-    From 3.14 on Python would let a server start them. Then they are not children of this
-    process, which would notice the end of a worker only after the timeout.
+    Since Python 3.14, the default is that a server process starts the workers. Then they are not
+    children of this process, and it would notice the end of a worker only after the timeout.
     """
     is_chosen = multiprocessing.get_start_method(allow_none=True) is not None
     return "fork" if num_workers and not is_chosen and sys.platform == "linux" else None
@@ -131,17 +131,18 @@ def start_method(num_workers: int) -> str | None:
 def watch_workers(
     loader: Any, *, timeout: float, place: Place, due: Callable[[], tuple[int, str]]
 ) -> Iterator[Any]:
-    """Yield the results of a loader's workers, and end the workers.
+    """Yield the results of a loader's workers; end the workers afterwards.
 
     Args:
-        loader: a loader of torch or torchdata with workers.
+        loader: a DataLoader of torch or torchdata with workers.
         timeout: the loader's timeout in seconds.
-        place: the rank and the update of the first batch.
-        due: returns the number of updates read, and a sentence about the samples being read.
+        place: the rank, and the update of the first batch, for errors.
+        due: returns the number of updates that were read, and a sentence about the samples that
+            the workers are reading.
 
     Raises:
-        DataError: a worker could not be started, was killed or did not answer. Errors of a
-            dataset are raised unchanged.
+        DataError: a worker could not be started, was killed or did not answer. Errors of the
+            dataset itself are raised unchanged.
     """
     values = _start_iterator(loader, place)
     try:
@@ -156,19 +157,18 @@ def watch_workers(
                 if reason is None:
                     raise
                 if "timed out" in str(error):
-                    for (
-                        worker
-                    ) in values._workers:  # or it would wait for one that hangs
+                    # without this, the main process would wait for a worker that hangs
+                    for worker in values._workers:
                         worker.terminate()
                 num_read, being_read = due()
                 msg = (
-                    f"A data worker of rank {place.rank} of {place.size} failed while the"
-                    f" batch of update {place.update + num_read} was due: {reason}\n{being_read}"
+                    f"A data worker of rank {place.rank} of {place.size} failed before the batch"
+                    f" of update {place.update + num_read} was complete: {reason}\n{being_read}"
                 )
                 raise DataError(msg) from error
             yield value
     finally:
-        # left to the garbage collector, it waits 5 s for each worker
+        # the garbage collector would do this later, and wait 5 s for each worker
         values._shutdown_workers()
 
 
@@ -176,29 +176,29 @@ def _start_iterator(loader: Any, place: Place) -> Any:
     """Create a loader's iterator, which starts the workers."""
     try:
         with mute_worker_warnings(), _without_garbage():
-            # torch warns of the error below
+            # torch also warns about the error that is handled below
             warnings.filterwarnings("ignore", "Got pickle error")
             return iter(loader)
     except (PicklingError, AttributeError, TypeError, OSError, EOFError) as error:
         how = multiprocessing.get_start_method(allow_none=True)
-        if how in (None, "fork"):  # a fork pickles nothing
+        if how in (None, "fork"):  # then the error is not about pickling
             raise
         msg = (
             f"A data worker of rank {place.rank} of {place.size} could not be started for"
-            f" update {place.update}: {error!r}. It is started by {how!r}, as the program or"
-            " a package of it says, so the dataset is pickled for it. Define functions and"
-            " classes in a module, not within a function; or call"
-            ' multiprocessing.set_start_method("fork") when the program begins.'
+            f" update {place.update}: {error!r}. The program, or a package that it imports, has"
+            f" chosen the start method {how!r}, so the dataset must be pickled. Define its"
+            " functions and classes at the top level of a module, or call"
+            ' multiprocessing.set_start_method("fork") at the start of the program.'
         )
         raise DataError(msg) from error
 
 
 @contextmanager
 def _without_garbage() -> Generator[None]:
-    """Keep workers that are forked in the block from collecting this process's garbage.
+    """In workers that are forked in a `with` block, do not collect garbage of this process.
 
-    Only this process can finalize it. For example, a process group of Gloo joins its threads,
-    and a fork does not have them: to collect the group there ends the worker, or hangs.
+    Only this process can finalize these objects. For example, a Gloo process group joins its
+    threads. A forked process does not have these threads, so it would crash or hang.
     """
     _starting.here = True
     try:
@@ -216,23 +216,23 @@ system.call_after_fork(_leave_garbage)
 
 
 def _explain_failure(error: Exception, timeout: float) -> str | None:
-    """Return why a worker ended; None if a dataset raised the error."""
+    """Return a text that says why a worker failed; None if the dataset raised the error."""
     text = str(error)
     if "DataLoader timed out" in text:
         return (
-            f"it gave nothing for {timeout:g} s, its timeout. It hangs, or its samples cannot"
-            " be sent to another process; then its own output says so."
+            f"it sent nothing for {timeout:g} s (timeout=). It hangs, or its samples cannot be"
+            " sent to another process. In the second case, its output shows the error."
         )
     if "DataLoader worker (pid" in text:
         return text
     if isinstance(error, (OSError, EOFError)) and "DataLoader worker" not in text:
-        return f"it ended before its samples were received ({error!r})."
+        return f"it ended before this process received its samples ({error!r})."
     return None
 
 
 @contextmanager
 def _listening(values: Any) -> Generator[None]:
-    """Let torch's signal handler raise the end of a worker, inside a `with` block only."""
+    """Let torch raise an error for a worker that has ended only inside of a `with` block."""
     if not values._worker_pids_set:
         pids = tuple([worker.pid for worker in values._workers])
         _torch._set_worker_pids(id(values), pids)
@@ -257,7 +257,7 @@ def _ending(exitcode: int) -> str:
     return f"is killed by signal: {signal.Signals(-exitcode).name}."
 
 
-# Copy batches to the device, the next batch while this one is computed on.
+# Copy batches to the device: the next batch is copied while the device computes on the current.
 
 
 T = TypeVar("T")
@@ -266,14 +266,14 @@ T = TypeVar("T")
 def on_device(
     pairs: Iterator[tuple[T, list[Any]]], device: torch.device
 ) -> Iterator[tuple[T, list[Any]]]:
-    """Yield the pairs with their values on a device.
+    """Yield the pairs with their values moved to a device.
 
-    To an accelerator the next pair is copied from pinned memory on a side stream, while the
-    caller computes on this one; the caller's stream waits for the copy.
+    For a GPU, the next pair is copied from pinned memory on another CUDA stream while the caller
+    computes on the current pair. The caller's stream then waits for the copy.
     """
     if device.type == "cpu":
         return pairs
-    # mps has one stream, and the host's memory; meta has neither
+    # mps has only one stream, and shares the host's memory; meta has no memory
     if device.type in ("mps", "meta"):
         return ((portion, _move(values, device)) for portion, values in pairs)
     return _prefetch(pairs, device)
@@ -308,9 +308,9 @@ def _prefetch(
         current = torch.accelerator.current_stream(device)
         current.wait_stream(side)
         for leaf in tree.tensor_leaves(values):
-            if not leaf.is_cpu:  # the lengths of a packed sequence are
-                # the caller's stream uses memory that the side stream allocated
+            if not leaf.is_cpu:  # the lengths of a packed sequence stay on the CPU
+                # the caller's stream uses memory that the other stream has allocated
                 leaf.record_stream(current)
         pair = copy_next()
-        # tensors inside unknown objects are moved on the caller's stream
+        # tensors in objects of unknown classes are moved only now, on the caller's stream
         yield portion, _move(values, device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders: map positions of an epoch to dataset indices."""
+"""Orders of samples: the dataset index at each position of an epoch."""
 
 import operator
 from collections.abc import Callable, Iterable, Sequence, Sized
@@ -20,7 +20,7 @@ from accelfn.errors import ArgumentError, DataError
 
 
 def promised_length(value: Any) -> int | None:
-    """Return the length of a dataset, stream or sampler, if it has one.
+    """Return the length of a dataset, stream or sampler; None if it has no length.
 
     Raises:
         DataError: the length is invalid, such as a negative number.
@@ -37,9 +37,9 @@ def promised_length(value: Any) -> int | None:
         raise DataError(msg) from error
 
 
-# A keyed permutation of the integers below n, and keyed random numbers, by position.
+# A keyed permutation of the integers below n, and keyed random numbers, computed by position.
 #
-# Nothing here is as long as the dataset, so an epoch over 10**12 samples starts and resumes at
+# No array has the length of the dataset, so an epoch of 10**12 samples starts and resumes at
 # once.
 
 
@@ -49,21 +49,21 @@ Numbers: TypeAlias = npt.NDArray[np.uint64]
 _ROUNDS = 6
 _MULTIPLIERS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
 _LEAST = 3
-"""Least number of bits of half a number: fewer bits have too few permutations."""
+"""The least number of bits in each half of a number: fewer bits have too few permutations."""
 
 
 def shuffle_positions(positions: Indices, *, n: int, key: int) -> Indices:
     """Apply a keyed permutation of 0..n-1 to positions.
 
-    A Feistel network permutes the next power of four at or above n (at least 64), and
-    results of n or more are sent through it again until they fall below n, which keeps it
-    a permutation (cycle walking; Black and Rogaway 2002, "Ciphers with Arbitrary Finite
-    Domains"). Each index costs some 30 ns and depends on no other.
+    A Feistel network permutes the integers below a power of four that is at least n (and at
+    least 64). A result of n or more is permuted again until it is below n. The function is
+    then still a permutation (cycle walking; Black and Rogaway 2002, "Ciphers with Arbitrary
+    Finite Domains"). Each index takes about 30 ns, and does not depend on other indices.
     """
     half = np.uint64(max(_LEAST, ((n - 1).bit_length() + 1) // 2))
     keys = [np.uint64(draws.fold(key, i)) for i in range(_ROUNDS)]
     permute: Callable[[Numbers], Numbers] = partial(_feistel, half=half, keys=keys)
-    if half == _LEAST:  # few numbers walk far: a table is faster
+    if half == _LEAST:  # for few numbers, a table is faster than repeated permutations
         permute = permute(np.arange(1 << 2 * _LEAST, dtype=np.uint64)).__getitem__
     result = permute(positions.astype(np.uint64))
     outside = np.flatnonzero(result >= n)
@@ -75,7 +75,7 @@ def shuffle_positions(positions: Indices, *, n: int, key: int) -> Indices:
 
 
 def _feistel(values: Numbers, half: np.uint64, keys: Sequence[np.uint64]) -> Numbers:
-    """Permute the integers of `2 * half` bits."""
+    """Apply a keyed permutation to integers of `2 * half` bits: several Feistel rounds."""
     mask = (np.uint64(1) << half) - np.uint64(1)
     high = np.uint64(32)
     left, right = values >> half, values & mask
@@ -88,9 +88,9 @@ def _feistel(values: Numbers, half: np.uint64, keys: Sequence[np.uint64]) -> Num
 
 
 def uniform(positions: Indices, *, key: int) -> npt.NDArray[np.float64]:
-    """Return a number in [0, 1) for each position, from (key, position) alone.
+    """Return a number in [0, 1) for each position, which depends only on key and position.
 
-    The number is the upper 53 bits of the finalizer of splitmix64, as in `draws.fold`.
+    The number is made of the upper 53 bits of splitmix64's finalizer, as in `draws.fold`.
     """
     z = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z += np.uint64(key)
@@ -100,19 +100,19 @@ def uniform(positions: Indices, *, key: int) -> npt.NDArray[np.float64]:
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-# `Order`, and the plain ones: the dataset's own, shuffled, and a user's function.
+# `Order`, and the simple orders: that of the dataset, shuffled, and a user's function.
 #
-# For an epoch, an order gives a function from positions to dataset indices. It depends only on
-# the seed and the epoch, so every rank computes the same order, and a resumed run computes the
-# order of the uninterrupted run.
+# For each epoch, an order returns a function from positions to dataset indices. The function
+# depends only on the seed and the epoch. So all ranks compute the same order, and a resumed run
+# computes the order of the uninterrupted run.
 
 
 AtPositions: TypeAlias = Callable[[Indices], Indices]
-"""One epoch's order: positions to dataset indices."""
+"""The order of one epoch: a function from positions to dataset indices."""
 OrderFunction: TypeAlias = Callable[[int, int, int], Sequence[int]]
-"""A user's order: `(seed, epoch, n) -> indices`, which may be lazy."""
+"""A user's function `(seed, epoch, n) -> indices`; it may return a lazy sequence."""
 _COMPARED = 1000
-"""Positions at which two orders are compared: random orders differ at most positions."""
+"""At how many positions two orders are compared; two random orders differ almost everywhere."""
 
 
 class Order(Protocol):
@@ -120,54 +120,54 @@ class Order(Protocol):
 
     @property
     def name(self) -> str:
-        """The name in a repr and in a checkpoint."""
+        """The name of the order in a repr and in checkpoints."""
         ...
 
     def num_samples(self, n: int) -> int:
-        """Return how many positions an epoch over n samples has."""
+        """Return the number of positions in an epoch of a dataset with n samples."""
         ...
 
     def of_epoch(
         self, n: int, *, seed: int, epoch: int, batch_size: int | None
     ) -> AtPositions:
-        """Return one epoch's order; `batch_size` is None where batches differ in size."""
+        """Return the order of an epoch; `batch_size` is None if batches have different sizes."""
         ...
 
 
 @attrs.frozen
 class Sequential:
-    """The dataset's own order."""
+    """The order of the dataset itself."""
 
     name: str = attrs.field(default="in order", init=False)
 
     def num_samples(self, n: int) -> int:
-        """Take each sample once."""
+        """Return n, because an epoch has each sample once."""
         return n
 
     def of_epoch(self, n: int, **_: Any) -> AtPositions:
-        """Return the positions themselves."""
+        """Return the positions unchanged, because they are the indices."""
         return lambda positions: positions
 
 
 @attrs.frozen
 class Shuffled:
-    """A different permutation for each epoch, with random access."""
+    """A random order, different in each epoch. Any part of it can be computed separately."""
 
     name: str = attrs.field(default="shuffled", init=False)
 
     def num_samples(self, n: int) -> int:
-        """Take each sample once."""
+        """Return n, because an epoch has each sample once."""
         return n
 
     def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
-        """Return the permutation; any index costs about 30 ns."""
+        """Return the permutation of an epoch; each index takes about 30 ns."""
         key = draws.key(seed, "order", epoch)
         return lambda positions: shuffle_positions(positions, n=n, key=key)
 
 
 @attrs.frozen
 class Own:
-    """A user's function; accelfn checks its indices as they are read."""
+    """The order of a user's function; accelfn checks its indices when they are used."""
 
     function: OrderFunction
 
@@ -177,32 +177,33 @@ class Own:
         return f"own order {getattr(self.function, '__qualname__', '')}".strip()
 
     def num_samples(self, n: int) -> int:
-        """Take n samples."""
+        """Return n, because the function must return n indices."""
         return n
 
     def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
-        """Call the function twice, as a run and its resumed run do.
+        """Return the order of an epoch; call the user's function twice and compare the results.
 
         Raises:
-            DataError: it does not give n indices, or gives different indices the second time.
+            DataError: the function does not return n indices, or returns different indices at
+                the second call, so that a run could not be resumed.
         """
         where = f"order(seed={seed}, epoch={epoch}, n={n})"
         indices, again = (self._call(n, seed, epoch) for _ in range(2))
         if not hasattr(indices, "__len__") or not hasattr(indices, "__getitem__"):
             kind = type(indices).__name__
-            msg = f"{where} gave a {kind}; expected {n} indices, as a sequence."
+            msg = f"{where} returned a {kind}; expected a sequence of {n} indices."
             raise DataError(msg)
         if len(indices) != n:
-            msg = f"{where} gave {len(indices)} indices; expected {n}."
+            msg = f"{where} returned {len(indices)} indices; expected {n}."
             raise DataError(msg)
         places = np.linspace(0, n - 1, min(n, _COMPARED), dtype=np.int64).tolist()
-        # the same lazy sequence computes only the indices that are read
+        # do not compare a lazy sequence with itself: that would compute its indices
         is_same = indices is again
         if not is_same and any(indices[at] != again[at] for at in places):
             msg = (
-                f"{where} gave two different orders when it was called twice, so a run could"
-                " not be resumed. Draw from the default generators of numpy, torch or Python,"
-                " which accelfn seeds, or from np.random.default_rng([seed, epoch])."
+                f"{where} returned different orders when it was called twice, so a run could not"
+                " be resumed. Use the default random generators of numpy, torch or Python, which"
+                " accelfn seeds, or np.random.default_rng([seed, epoch])."
             )
             raise DataError(msg)
 
@@ -219,7 +220,7 @@ class Own:
 
 
 def check_indices(values: npt.NDArray[Any], *, n: int, where: str) -> Indices:
-    """Return indices as integers.
+    """Return indices as an array of integers, after checking them.
 
     Raises:
         DataError: some indices are not integers from 0 to n - 1.
@@ -227,20 +228,26 @@ def check_indices(values: npt.NDArray[Any], *, n: int, where: str) -> Indices:
     are_integers = values.dtype.kind in "iu"
     if not are_integers or (len(values) and (values.min() < 0 or values.max() >= n)):
         wrong = [i for i in values.tolist() if not are_integers or not 0 <= i < n]
-        msg = f"{where} gave the indices {wrong[:5]}; expected integers from 0 to {n - 1}."
+        msg = f"{where} returned the indices {wrong[:5]}; expected integers from 0 to {n - 1}."
         raise DataError(msg)
     return values.astype(np.int64)
 
 
 def order_of_array(indices: Indices) -> AtPositions:
-    """Return the order of an array of indices."""
+    """Return the order that has these indices at positions 0, 1, 2, ..."""
     return lambda positions: indices[positions]
 
 
 def look_up_blocks(
     positions: Indices, size: int, order_block: Callable[[int], Indices]
 ) -> Indices:
-    """Return the indices at positions, from blocks that are computed one by one."""
+    """Return the indices at positions of an order that is computed in blocks.
+
+    Args:
+        positions: the positions.
+        size: the number of positions in a block.
+        order_block: returns the indices in a block, by the block's number.
+    """
     result = np.empty_like(positions)
     numbers = positions // size
     for number in np.unique(numbers).tolist():
@@ -249,24 +256,24 @@ def look_up_blocks(
     return result
 
 
-# One number for each sample, from users: weights, lengths, costs.
+# Arrays from users with one number for each sample, such as weights, lengths or costs.
 
 
 def as_counts(values: Any, where: str) -> Indices:
-    """Return one integer for each sample.
+    """Convert a user's values to an array of integers, one for each sample.
 
     Raises:
         ArgumentError: the values are not integers of 0 or more.
     """
     counts = as_array(values)
     if counts.ndim != 1 or counts.dtype.kind not in "iu" or (counts < 0).any():
-        msg = f"{where}: got {describe_values(counts)}; expected one integer a sample, 0 or more."
+        msg = f"{where}: got {describe_values(counts)}; expected an integer >= 0 for each sample."
         raise ArgumentError(msg)
     return counts.astype(np.int64)
 
 
 def as_array(values: Any) -> npt.NDArray[Any]:
-    """Return values as an array, with objects if they have different lengths."""
+    """Convert values to an array; lists of different lengths become an array of objects."""
     try:
         return np.asarray(values)
     except ValueError:  # lists of different lengths
@@ -274,7 +281,7 @@ def as_array(values: Any) -> npt.NDArray[Any]:
 
 
 def describe_values(values: npt.NDArray[Any]) -> str:
-    """Describe invalid values for an error message."""
+    """Return the first of some invalid values as text for an error message."""
     if not values.ndim:
         return repr(values.item())
     first = ", ".join(map(repr, values[:3].tolist()))
@@ -282,31 +289,31 @@ def describe_values(values: npt.NDArray[Any]) -> str:
 
 
 def check_one_each(call: str, argument: str, values: Sized, n: int) -> None:
-    """Raise unless there is a value for each sample."""
+    """Raise `DataError` unless there is exactly one value for each of n samples."""
     if len(values) != n:
-        msg = f"{call}: {len(values)} {argument} for a dataset of {n} samples."
+        msg = f"{call}: got {len(values)} {argument} for {n} samples. Pass one for each sample."
         raise DataError(msg)
 
 
-# `bucketed`: samples of similar lengths in a batch, for little padding.
+# `bucketed`: samples of similar length in the same batch, for little padding.
 
 
 @attrs.frozen(eq=False, repr=False)
 class bucketed:
-    """Put samples of similar length together, for little padding in a batch.
+    """Shuffle, but put samples of similar length into the same batch, for little padding.
 
-    The shuffled samples are sorted by length within windows, and the batches of a window
-    come in a random order.
+    The samples are shuffled and divided into windows. Within a window they are sorted by length
+    and cut into batches, and the batches are shuffled.
 
     Args:
         lengths: the length of each sample.
-        window: number of samples that are sorted together; a larger window gives less padding,
-            and a less random order.
+        window: the number of samples that are sorted together. A larger window needs less
+            padding, but the order is less random.
 
-    Law: an epoch takes each sample once, and depends only on the seed and the epoch's number.
+    Law: an epoch has each sample once. Its order depends only on the seed and the epoch.
 
-    Cost: 8 bytes for each sample, and a sort of one window at a time. A window is at least as
-    large as an update's batch, and each rank sorts all of it.
+    Cost: 8 bytes for each sample, and a sort of one window at a time. A window has at least the
+    samples of one update, and each rank sorts all of it.
 
     Example:
         >>> from accelfn import Data, orders
@@ -330,10 +337,10 @@ class bucketed:
         )
 
     def num_samples(self, n: int) -> int:
-        """Take each sample once.
+        """Return n, because an epoch has each sample once.
 
         Raises:
-            DataError: there is not a length for each sample of the dataset.
+            DataError: the number of lengths is not n.
         """
         check_one_each("af.orders.bucketed", "lengths", self.lengths, n)
         return n
@@ -341,7 +348,7 @@ class bucketed:
     def of_epoch(
         self, n: int, *, seed: int, epoch: int, batch_size: int | None
     ) -> AtPositions:
-        """Return an epoch's order, computed a window at a time."""
+        """Return the order of an epoch, which is computed window by window."""
         key = draws.key(seed, "order", epoch)
         step = batch_size or 1
         window = -(-self.window // step) * step
@@ -352,7 +359,7 @@ class bucketed:
             indices = indices[np.argsort(self.lengths[indices], kind="stable")]
             if batch_size is None:
                 return indices
-            count = len(indices) // step  # a short last batch stays the last
+            count = len(indices) // step  # a short last batch keeps its place
             turns = shuffle_positions(
                 np.arange(count), n=max(count, 1), key=draws.fold(key, number)
             )
@@ -362,17 +369,17 @@ class bucketed:
         return lambda positions: look_up_blocks(positions, window, sort_window)
 
 
-# A torch sampler as an order: read once for each epoch, in the same way on every rank.
+# A torch sampler as an order: every rank reads the same indices from it.
 
 
 @attrs.frozen(eq=False)
 class Sampled:
-    """A torch sampler; every rank reads all of it for each epoch."""
+    """The order of a torch sampler; every rank reads all its indices in each epoch."""
 
     sampler: Any
 
     def __attrs_post_init__(self) -> None:
-        """Reject a sampler that gives each rank a part."""
+        """Raise `DataError` for a sampler that splits the samples among ranks."""
         refuse_distributed(self.sampler)
 
     @property
@@ -381,19 +388,20 @@ class Sampled:
         return type(self.sampler).__name__
 
     def num_samples(self, n: int) -> int:
-        """Return the sampler's length."""
+        """Return the length of the sampler."""
         return _length_of(self.sampler)
 
     def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
-        """Read the epoch."""
+        """Read an epoch from the sampler, and return its order."""
         indices = np.array(read_sampler(self.sampler, seed=seed, epoch=epoch))
         return order_of_array(check_indices(indices, n=n, where=self.name))
 
 
 def order_of_sampler(sampler: Any, n: int) -> Order:
-    """Return the order of a torch sampler over n samples.
+    """Return the order of a torch sampler for a dataset with n samples.
 
-    accelfn does not read a sampler that takes each sample once, in order or shuffled.
+    If the sampler is torch's SequentialSampler or its RandomSampler without replacement,
+    accelfn's own order is used instead of the sampler.
     """
     if is_plain(sampler, SequentialSampler) and len(sampler) == n:
         return Sequential()
@@ -407,52 +415,53 @@ def order_of_sampler(sampler: Any, n: int) -> Order:
 
 
 def is_plain(sampler: Any, kind: type) -> bool:
-    """Return whether a sampler is torch's, or torchdata's, which only adds a state."""
+    """Return whether a sampler's class is torch's, or the one of torchdata with a state."""
     of_torchdata = ("torchdata.stateful_dataloader.sampler", kind.__name__)
     cls = type(sampler)
     return cls is kind or (cls.__module__, cls.__name__) == of_torchdata
 
 
 def refuse_distributed(sampler: Any) -> None:
-    """Raise if a sampler gives each rank a part already."""
-    inner = getattr(sampler, "sampler", None)  # a batch sampler's
+    """Raise `DataError` if a sampler already splits the samples among ranks."""
+    inner = getattr(sampler, "sampler", None)  # if it is a batch sampler
     if isinstance(sampler, DistributedSampler) or isinstance(inner, DistributedSampler):
         msg = (
-            "A DistributedSampler gives each rank a part already, and af.shard_data() would"
-            " cut it again. Give the dataset with shuffle=True, or the sampler that it wraps."
+            "A DistributedSampler already splits the samples among the ranks, and"
+            " af.shard_data() would split them again. Leave out the sampler and pass"
+            " shuffle=True, or pass a sampler that yields all samples."
         )
         raise DataError(msg)
 
 
 def read_sampler(sampler: Iterable[Any], *, seed: int, epoch: int) -> list[Any]:
-    """Return a sampler's indices for an epoch, which depend only on the seed and the epoch.
+    """Read a sampler's indices for an epoch, which then depend only on the seed and the epoch.
 
-    accelfn seeds the generators of torch, numpy and Python and the sampler's `generator`, and
-    calls `set_epoch` if the sampler has it.
+    For this, accelfn seeds the default generators of torch, numpy and Python and the sampler's
+    attribute `generator`, and calls its `set_epoch`, if there is one.
 
     Raises:
-        DataError: the number of indices differs from the sampler's length, or a second reading
-            gives different indices, so that a run could not be resumed.
+        DataError: the number of indices is not the sampler's length, or the sampler yields
+            different indices when it is read twice, so that a run could not be resumed.
     """
     kind, length = type(sampler).__name__, _length_of(sampler)
     first, again = (_draw_indices(sampler, seed, epoch, length + 1) for _ in range(2))
     if len(first) != length:
         count = "more" if len(first) > length else len(first)
-        msg = f"{kind} says that it has {length}, and gave {count} in epoch {epoch}."
+        msg = f"{kind} has the length {length}, but yielded {count} indices in epoch {epoch}."
         raise DataError(msg)
     if first != again:
         msg = (
-            f"{kind} gave two different epochs {epoch} when drawn twice, so a run could not"
-            " be resumed, and ranks would disagree. Let it draw from torch's, numpy's or"
-            " Python's default generators, a torch.Generator named `generator`, or what"
-            " set_epoch(epoch) tells."
+            f"{kind} yielded different indices when epoch {epoch} was read twice, so a run could"
+            " not be resumed, and ranks would have different orders. Let it use the default"
+            " random generators of torch, numpy or Python, a torch.Generator in its attribute"
+            " `generator`, or the argument of set_epoch(epoch)."
         )
         raise DataError(msg)
     return first
 
 
 def _draw_indices(sampler: Any, seed: int, epoch: int, most: int) -> list[Any]:
-    """Return at most `most` indices of a sampler, which may be infinite."""
+    """Read at most `most` indices from a sampler, which may be infinite."""
     key = draws.key(seed, "sampler", epoch)
     for owner in (sampler, getattr(sampler, "sampler", None)):
         if callable(getattr(owner, "set_epoch", None)):
@@ -464,7 +473,7 @@ def _draw_indices(sampler: Any, seed: int, epoch: int, most: int) -> list[Any]:
 
 
 def seed_generators(owner: Any, key: int) -> None:
-    """Seed the `generator` of a sampler or loader, and that of its own sampler."""
+    """Seed the `generator` of a sampler or loader, and that of its attribute `sampler`."""
     for holder in (owner, getattr(owner, "sampler", None)):
         generator = getattr(holder, "generator", None)
         if isinstance(generator, torch.Generator):
@@ -472,7 +481,7 @@ def seed_generators(owner: Any, key: int) -> None:
 
 
 def _plain(index: Any) -> Any:
-    """Return an index, or a list of them, as plain integers; anything else as it is."""
+    """Convert an index or a list of indices to plain integers; return other values unchanged."""
     if isinstance(index, (torch.Tensor, np.ndarray)):
         return cast("Any", index).tolist()
     if isinstance(index, (list, tuple)):
@@ -483,12 +492,12 @@ def _plain(index: Any) -> Any:
 def _length_of(sampler: Any) -> int:
     length = promised_length(sampler)
     if length is None:
-        msg = f"{type(sampler).__name__} has no length; a sampler needs __len__."
+        msg = f"{type(sampler).__name__} has no length. Add a method __len__ to the sampler."
         raise DataError(msg)
     return length
 
 
-# `weighted`: random samples in proportion to weights.
+# `weighted`: choose samples at random, in proportion to weights.
 
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -512,22 +521,23 @@ def _as_weights(values: Any) -> Floats:
 
 @attrs.frozen(eq=False, repr=False)
 class weighted:
-    """Take samples in proportion to weights.
+    """Choose samples at random, with probabilities in proportion to weights.
 
-    With replacement, positions are independent: a sample may come twice in an epoch, or not at
-    all. Without replacement, samples are drawn one after another
-    (Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir").
+    With replacement, each position of an epoch is chosen independently. So an epoch may have a
+    sample several times, or not at all. Without replacement, each position is chosen among the
+    remaining samples (Efraimidis and Spirakis 2006, "Weighted random sampling with a
+    reservoir").
 
     Args:
-        weights: a number of 0 or more for each sample; they need not sum to 1.
-        num_samples: number of samples in an epoch; default the number of weights, or without
-            replacement the number of weights above 0.
-        replacement: whether a sample may come again.
+        weights: a number of 0 or more for each sample. The sum need not be 1.
+        num_samples: the number of samples in an epoch. The default is the number of weights, or
+            without replacement the number of weights above 0.
+        replacement: whether an epoch may have a sample several times.
 
-    Law: an epoch depends only on the seed and its number.
+    Law: an epoch's order depends only on the seed and the epoch.
 
-    Cost: 8 bytes for each sample. With replacement an index costs a binary search; without
-    replacement an epoch begins with a sort of all samples.
+    Cost: 8 bytes for each sample. With replacement, each index needs a binary search. Without
+    replacement, each epoch starts with a sort of all samples.
 
     Example:
         >>> from accelfn import Data, orders
@@ -545,7 +555,7 @@ class weighted:
     name: str = attrs.field(default="weighted", init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Reject more samples than there are without replacement."""
+        """Check that `num_samples` is possible without replacement."""
         possible = int(np.count_nonzero(self.weights))
         if self.drawn is None:
             return
@@ -553,15 +563,15 @@ class weighted:
         if not self.replacement and self.drawn > possible:
             msg = (
                 f"af.orders.weighted(num_samples={self.drawn}, replacement=False): only"
-                f" {possible} samples have a weight above 0."
+                f" {possible} samples have a weight above 0. Pass a smaller num_samples."
             )
             raise ArgumentError(msg)
 
     def num_samples(self, n: int) -> int:
-        """Return how many positions an epoch has.
+        """Return the number of positions in an epoch.
 
         Raises:
-            DataError: there is not a weight for each sample of the dataset.
+            DataError: the number of weights is not n.
         """
         check_one_each("af.orders.weighted", "weights", self.weights, n)
         if self.drawn is not None:
@@ -569,7 +579,7 @@ class weighted:
         return n if self.replacement else int(np.count_nonzero(self.weights))
 
     def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
-        """Return an epoch's order."""
+        """Return the order of an epoch."""
         key = draws.key(seed, "order", epoch)
         if self.replacement:
             below = np.cumsum(self.weights)
@@ -580,7 +590,7 @@ class weighted:
                 return np.minimum(np.searchsorted(below, at, side="right"), last)
 
             return draw
-        with np.errstate(divide="ignore"):  # a weight of 0 is never reached
+        with np.errstate(divide="ignore"):  # samples of weight 0 come last
             arrival = -np.log1p(-uniform(np.arange(n), key=key)) / self.weights
         arrival[self.weights == 0] = np.inf
         return order_of_array(np.argsort(arrival, kind="stable"))

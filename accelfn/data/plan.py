@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans and epochs: which samples of an update each rank takes, in which order."""
+"""Plans and epochs: the samples of each update, their order, and each rank's share of them."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from accelfn.data.dataset import Data
     from accelfn.world import World
 
-# Cut an epoch's positions into updates, without reading data.
+# Cut the positions of an epoch into the batches of its updates, without reading data.
 
 
 Span: TypeAlias = tuple[int, int]
-"""Positions `start` (included) to `stop` (excluded) of an epoch's order."""
+"""A range of positions in an epoch's order, from `start` (included) to `stop` (excluded)."""
 
 
 @attrs.frozen
 class EvenCut:
-    """Batches of one size; the last batch may differ.
+    """Batches of equal size; only the last batch of an epoch may be shorter.
 
     Attributes:
-        num_samples: samples of an epoch.
-        batch_size: samples per update, over all ranks and micro-batches.
+        num_samples: the number of samples in an epoch.
+        batch_size: the number of samples per update, over all ranks and micro-batches.
         remainder: how to treat a short last batch: "short", "pad" or "drop".
     """
 
@@ -53,9 +53,9 @@ class EvenCut:
     remainder: str = "short"
 
     def end(self, start: int) -> int:
-        """Return the end of the batches from `start` on, without repeats.
+        """Return the end position of the last batch, if batches are cut from `start` on.
 
-        "drop" leaves out the samples of a short last batch.
+        Repeats of a padded batch do not count. With "drop", a short last batch is left out.
         """
         if self.remainder != "drop":
             return self.num_samples
@@ -63,11 +63,11 @@ class EvenCut:
         return start + rest - rest % self.batch_size
 
     def num_batches(self, start: int) -> int:
-        """Return how many batches are left from position `start` on."""
+        """Return the number of batches from position `start` on."""
         return max(0, -(-(self.end(start) - start) // self.batch_size))
 
     def spans(self, start: int) -> Iterator[Span]:
-        """Yield the batches from position `start` on; a padded one goes beyond the end."""
+        """Yield the batches from `start` on; a padded batch may end after the epoch's end."""
         end = self.end(start)
         while start < end:
             stop = start + self.batch_size
@@ -77,20 +77,20 @@ class EvenCut:
 
 @attrs.frozen(eq=False)
 class UnevenCut:
-    """Batches with an array of their ends, in rising order; the last end is the epoch's."""
+    """Batches of different sizes, given by an array of their end positions in rising order."""
 
     stops: npt.NDArray[np.int64]
 
     def end(self, start: int) -> int:
-        """Return where the batches from `start` on end."""
+        """Return the end position of the epoch."""
         return int(self.stops[-1]) if len(self.stops) else 0
 
     def num_batches(self, start: int) -> int:
-        """Return how many batches are left from position `start` on."""
+        """Return the number of batches from position `start` on."""
         return len(self.stops) - int(np.searchsorted(self.stops, start, side="right"))
 
     def spans(self, start: int) -> Iterator[Span]:
-        """Yield the batches from position `start` on; the first may be the rest of a batch."""
+        """Yield the batches from `start` on; the first may be only the rest of a batch."""
         first = len(self.stops) - self.num_batches(start)
         for stop in self.stops[first:].tolist():
             yield start, stop
@@ -98,11 +98,14 @@ class UnevenCut:
 
 
 Cut: TypeAlias = EvenCut | UnevenCut
-"""An epoch's updates, as spans of its positions."""
+"""How the positions of an epoch are cut into the batches of its updates."""
 
 
 def even_part(span: Span, index: int, count: int) -> Span:
-    """Return part `index` of `count`; sizes differ by at most one, larger ones first."""
+    """Return one of `count` nearly equal parts of a span: sizes differ by at most one.
+
+    Larger parts come first.
+    """
     start, stop = span
     size, longer = divmod(stop - start, count)
     begin = start + index * size + min(index, longer)
@@ -111,18 +114,20 @@ def even_part(span: Span, index: int, count: int) -> Span:
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """The parts of every batch, and the parts that this rank takes.
+    """How every batch is divided into shares and micro-batches, and which share is this rank's.
 
-    A transform's `data` method maps one plan to another. Parts of one batch differ by at
-    most one sample and may be empty. In rank order they form the batch.
+    A transform's method `data` returns a plan, given another plan. The shares of a batch differ
+    by at most one sample, and may be empty. Concatenated in rank order, they are the batch. The
+    same holds for the micro-batches of a share.
 
     Attributes:
-        world_rank: rank of the process.
-        world_size: size of its world.
-        rank: number of the share that this process takes.
-        num_shares: number of shares of a batch; 1 until a transform shards it.
-        num_micro_batches: number of parts of a share.
-        micro_batch_size: instead, the most samples in a part.
+        world_rank: the rank of this process.
+        world_size: the number of ranks in the world.
+        rank: the number of this rank's share.
+        num_shares: the number of shares of a batch. It is 1 until a transform splits batches.
+        num_micro_batches: the number of micro-batches of a share.
+        micro_batch_size: the largest number of samples in a micro-batch. If it is given, it
+            determines the number of micro-batches.
 
     Example:
         >>> Plan(rank=1, num_shares=3).parts((0, 10))
@@ -139,20 +144,20 @@ class Plan:
     )
 
     def __attrs_post_init__(self) -> None:
-        """Reject a share that does not exist."""
+        """Check that this rank's share exists."""
         if self.rank >= self.num_shares:
             msg = (
-                f"af.typing.Plan(rank={self.rank}, num_shares={self.num_shares}): the shares are 0"
-                f" to {self.num_shares - 1}."
+                f"af.typing.Plan(rank={self.rank}, num_shares={self.num_shares}): expected a rank"
+                f" from 0 to {self.num_shares - 1}."
             )
             raise ArgumentError(msg)
 
     def sharded(self) -> "Plan":
-        """Return the plan with a share of each batch for each rank of the world."""
+        """Return a plan with one share of each batch for each rank of the world."""
         return attrs.evolve(self, rank=self.world_rank, num_shares=self.world_size)
 
     def parts(self, batch: Span) -> list[Span]:
-        """Return this rank's micro-batches of a global batch."""
+        """Return this rank's micro-batches, as spans, from the span of a whole batch."""
         share, count = batch, self.num_micro_batches
         if self.num_shares > 1:
             share = even_part(batch, self.rank, self.num_shares)
@@ -164,7 +169,7 @@ class Plan:
         return [even_part(share, i, count) for i in range(count)]
 
     def counts(self, num_samples: int) -> list[tuple[int, ...]]:
-        """Return the number of samples in each micro-batch of each share of a batch."""
+        """Return the number of samples in each micro-batch, for each share of a batch."""
         batch = (0, num_samples)
         count = len(self.parts(batch))
         shares = [even_part(batch, i, self.num_shares) for i in range(self.num_shares)]
@@ -172,22 +177,22 @@ class Plan:
         return [tuple(stop - start for start, stop in spans) for spans in parts]
 
 
-# The place of training in its data: an epoch, and the number of its samples seen.
+# The position of training in its data: an epoch, and the number of its samples seen so far.
 
 
 @hint_attributes("setattr")
 @attrs.frozen
 class Cursor:
-    """A position in the sample order, counted in global samples.
+    """A position in the data, counted in samples of all ranks.
 
-    It does not mention ranks, workers or micro-batches, so a run that is resumed on another
-    number of them continues at exactly the same sample.
+    The position does not depend on ranks, workers or micro-batches. So a run can be resumed on
+    another number of ranks, and continues at exactly the same sample.
 
     Attributes:
         epoch: the number of the pass over the data, from 0.
         samples: how many samples of that epoch all ranks together have seen.
-        memory: a stream's `state_dict()` there, as a tree of plain data and tensors; None for
-            data with an index. It does not count in comparisons of cursors.
+        memory: a stream's `state_dict()` at this position, as a tree of plain data and tensors;
+            None for data with an index. `==` ignores it.
     """
 
     epoch: int = attrs.field(default=0, validator=integer(0, within=""))
@@ -196,7 +201,7 @@ class Cursor:
 
     @classmethod
     def reached(cls, epoch: int, samples: int) -> "Cursor":
-        """Create a cursor of valid numbers, in half the time, because each update needs it."""
+        """Create a cursor without checking the numbers, which takes half the time."""
         cursor = object.__new__(cls)
         _set_epoch(cursor, epoch)
         _set_samples(cursor, samples)
@@ -204,43 +209,43 @@ class Cursor:
         return cursor
 
     def to_plain(self) -> list[Any]:
-        """Return the fields as plain data, to save or send; `Cursor(*plain)` restores them."""
+        """Return the fields as plain data, to save or send; `Cursor(*plain)` is the cursor."""
         return [self.epoch, self.samples, self.memory]
 
 
-# the slots' setters, without a look-up of names
+# functions that set the fields without a look-up of their names, for speed
 _set_epoch, _set_samples, _set_memory = (
     vars(Cursor)[field.name].__set__ for field in attrs.fields(Cursor)
 )
 
 
-# `Batch`: the samples of one step, and their place in the data.
+# `Batch`: the samples of one step, and their position in the data.
 
 
 Filler: TypeAlias = bool | npt.NDArray[np.bool_]
-"""Whether samples are filler: all of a micro-batch, none, or one by one."""
+"""Whether the samples of a micro-batch are filler: for all of them, or for each."""
 
 
 @hint_attributes("setattr", "getitem")
-@attrs.frozen(kw_only=True, eq=False, slots=False)  # a dict is filled sooner than slots
+@attrs.frozen(kw_only=True, eq=False, slots=False)  # faster to create without slots
 class Batch:
     """This rank's share of one update's samples.
 
     Attributes:
-        micro_batches: collated values on the world's device; a single value, unless the setup
-            accumulates.
-        weights: the number of samples that count in each; None counts all samples. An empty
-            share has one sample that does not count, so that its rank takes part in every
-            collective.
+        micro_batches: the collated micro-batches, on the world's device. There is only one,
+            unless the setup has `af.accumulate`.
+        weights: for each micro-batch, the number of its samples that count; None if all count.
+            If this rank's share is empty, it has one sample that does not count (filler), so
+            that the rank still joins every collective.
         start: the cursor before the batch; None for a batch of `af.join_uneven`.
         cursor: the cursor after the batch.
-        num_samples: samples of the batch, over all ranks and micro-batches.
-        parts_indices: dataset indices of this rank's samples, an array per micro-batch.
-        parts_filler: the samples that are filler: repeats that fill a padded batch, or the
-            stand-in of an empty share.
-        shares: returns the number of samples of each rank, in each of its micro-batches; None
-            for unknown numbers.
-        part: the number of the micro-batch, if this is one of `parts()`.
+        num_samples: the number of samples in the batch, over all ranks and micro-batches.
+        parts_indices: for each micro-batch, an array of its samples' dataset indices.
+        parts_filler: for each micro-batch, which samples are filler. Filler is a repeated sample
+            in a padded batch, or the sample of an empty share.
+        shares: a function that returns, for each rank, the number of samples in each of its
+            micro-batches; None if the numbers are unknown.
+        part: the number of the micro-batch, if the batch was returned by `parts()`.
     """
 
     micro_batches: tuple[Any, ...]
@@ -255,14 +260,14 @@ class Batch:
 
     @property
     def value(self) -> Any:
-        """The collated value of the only micro-batch.
+        """The collated value of the batch, if it has only one micro-batch.
 
         Raises:
-            BatchError: the setup accumulates, so there are several.
+            BatchError: there are several micro-batches, because the setup has `af.accumulate`.
         """
         if len(self.micro_batches) != 1:
             msg = (
-                f"This batch has {len(self.micro_batches)} micro-batches: read"
+                f"batch.value: this batch has {len(self.micro_batches)} micro-batches. Use"
                 " batch.micro_batches."
             )
             raise BatchError(msg)
@@ -282,12 +287,12 @@ class Batch:
 
     @property
     def indices(self) -> torch.Tensor:
-        """Dataset indices of this rank's samples, in the order of the values."""
+        """The dataset indices of this rank's samples, in the order of the batch."""
         return torch.from_numpy(np.concatenate(self.parts_indices))
 
     @property
     def filler(self) -> torch.Tensor:
-        """Whether each of these samples is filler, as booleans."""
+        """Which of this rank's samples are filler, as a tensor of booleans."""
         masks = [
             np.broadcast_to(np.asarray(filler, bool), len(indices))
             for indices, filler in zip(
@@ -298,19 +303,23 @@ class Batch:
 
     @classmethod
     def __torch_function__(cls, *_: object) -> NoReturn:
-        """Raise, because a batch is not a tensor, as in model(batch)."""
-        msg = f"A Batch is no tensor: {find_hint('Batch', '__getitem__')}."
+        """Raise `CallError`, because the batch was used as a tensor, as in `model(batch)`."""
+        msg = f"A Batch is not a tensor: {find_hint('Batch', '__getitem__')}."
         raise CallError(msg)
 
     def note_stand_ins(self, world: "World") -> "Batch":
-        """Let steps of this rank reject the value of an empty share without its batch."""
+        """Register the filler of empty shares, and return the batch.
+
+        If the user later passes `batch.value` to a step, the step can then raise an error,
+        because the value alone does not show that its weight is 0.
+        """
         for value, weight in zip(self.micro_batches, self.weights, strict=True):
             if weight == 0:
                 world.connection.activity.stand_ins.append(value)
         return self
 
     def parts(self) -> list["Batch"]:
-        """Return a batch for each micro-batch."""
+        """Return a `Batch` for each micro-batch."""
         return [
             attrs.evolve(
                 self,
@@ -324,21 +333,22 @@ class Batch:
         ]
 
     def zip(self, *extras: Any) -> "Batch":
-        """Add tensors that belong to the samples: each value becomes (value, *extras).
+        """Return the batch with more tensors: each micro-batch becomes (value, *extras).
 
         Args:
-            extras: trees of tensors with a row for each of this rank's samples, in the order
-                of `indices`, which also has the stand-in of an empty share.
+            extras: trees of tensors with one row for each of this rank's samples, in the order
+                of `indices`. Filler needs a row too.
 
         Raises:
-            BatchError: there are more rows, or fewer.
+            BatchError: the number of rows is not the number of samples.
         """
         sizes = [len(indices) for indices in self.parts_indices]
         counts = {tree.num_rows(extra) for extra in extras}
         if counts != {sum(sizes)}:
             msg = (
-                f"batch.zip: the extras have {sorted(counts)} rows; expected one for each of"
-                f" this rank's {sum(sizes)} samples, as in table[batch.indices]."
+                f"batch.zip: the extras have {' and '.join(map(str, sorted(counts))) or 'no'}"
+                f" rows, but this rank has {sum(sizes)} samples. Pass a row for each sample, such"
+                " as table[batch.indices]."
             )
             raise BatchError(msg)
         spans = pairwise([0, *accumulate(sizes)])
@@ -349,7 +359,7 @@ class Batch:
         return attrs.evolve(self, micro_batches=values)
 
     def __repr__(self) -> str:
-        """Show the place of the batch, not its tensors."""
+        """Return the position and the size of the batch, without its tensors."""
         if self.start is None:
             return f"<Batch of a stream, {len(self.micro_batches)} micro-batches>"
         return (
@@ -359,30 +369,30 @@ class Batch:
         )
 
 
-# Batches of as many samples as fit a budget, such as a number of tokens.
+# `token_budget`: batches of as many samples as fit into a budget, such as a number of tokens.
 
 
 @attrs.frozen(eq=False, repr=False)
 class token_budget:
-    """Let an update take as many samples, in their order, as fit a limit.
+    """Put as many samples into each batch, in order, as fit into a budget.
 
-    Write `af.Data(global_batch_size=af.token_budget(lengths, limit=4096))`. With
-    `order=af.orders.bucketed(lengths)` there is little padding.
+    Write `af.Data(global_batch_size=af.token_budget(lengths, limit=4096))`. Add
+    `order=af.orders.bucketed(lengths)` for little padding.
 
     Args:
         costs: the cost of each sample, for example its number of tokens.
         limit: the largest cost of an update, over all ranks and micro-batches.
-        padded: whether a batch costs its longest sample times the number of samples, because
-            it is padded; else it costs the sum.
+        padded: whether batches are padded. Then a batch costs the cost of its most expensive
+            sample times its number of samples. Otherwise it costs the sum.
 
-    Law: every sample comes once per epoch, no batch costs more than the limit, and no batch
-    could also take the next sample.
+    Law: an epoch has every sample once. No batch costs more than the limit, or would still fit
+    with the next sample added.
 
-    Cost: 8 bytes for each sample; an epoch begins with a pass over the costs.
+    Cost: 8 bytes for each sample. Each epoch starts with a pass over all costs.
 
     Raises:
         ArgumentError: costs are not integers of 0 or more, or the limit is not positive.
-        DataError: a sample alone costs more than the limit.
+        DataError: a single sample costs more than the limit.
     """
 
     costs: Indices = attrs.field(
@@ -392,23 +402,23 @@ class token_budget:
     padded: bool = attrs.field(default=True, validator=truth(), kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        """Check that every sample fits."""
+        """Check that no sample costs more than the limit."""
         large = np.flatnonzero(self.costs > self.limit)
         if len(large):
             first = int(large[0])
             msg = (
-                f"af.token_budget(limit={self.limit}): sample {first} alone costs"
-                f" {self.costs[first]}; too large are {len(large)} of {len(self.costs)}"
-                " samples. Leave them out, cut them, or take a larger limit."
+                f"af.token_budget(limit={self.limit}): sample {first} costs {self.costs[first]},"
+                f" and {len(large)} of {len(self.costs)} samples cost more than the limit. Remove"
+                " or truncate them, or pass a larger limit."
             )
             raise DataError(msg)
 
     def __repr__(self) -> str:
-        """Show the limit, not the costs."""
+        """Return the limit as text, without the costs."""
         return f"a budget of {self.limit}"
 
     def cut(self, indices: Indices) -> UnevenCut:
-        """Return the ends of batches of samples in this order."""
+        """Return how samples in this order are cut into batches."""
         costs = self.costs[indices]
         stops: list[int] = []
         start, guess = 0, 64
@@ -423,26 +433,26 @@ class token_budget:
         return UnevenCut(np.array(stops, np.int64))
 
     def _count_fitting(self, costs: Indices) -> int:
-        """Return how many of these samples, from the first on, fit together."""
+        """Return how many of the first of these samples fit into one batch."""
         limit = min(self.limit, np.iinfo(np.int64).max)
-        if self.padded:  # a division, because a product may exceed 64 bits
+        if self.padded:  # divide, because a product could exceed 64 bits
             longest = np.maximum(np.maximum.accumulate(costs), 1)
             beyond = np.arange(1, len(costs) + 1) > limit // longest
-        else:  # the first sum that exceeds 64 bits is negative
+        else:  # a sum that exceeds 64 bits is negative
             spent = np.cumsum(costs)
             beyond = (spent > limit) | (spent < 0)
         return int(beyond.argmax()) if beyond.any() else len(costs)
 
 
-# Epochs and fingerprints: the order of an epoch's samples, and a hash to compare data.
+# Fingerprints: a hash of a few samples, which a resumed run compares with the saved hash.
 
 
 _PROBES = 8
-"""How many samples are read: the first, the last, and some between."""
+"""How many samples are hashed: the first, the last, and some in between."""
 
 
 def form_of(data: "Data") -> dict[str, Any]:
-    """Describe batching and order as plain data, without reading samples."""
+    """Return the batch size, remainder, length and order of data, without reading samples."""
     size = data.global_batch_size
     form: dict[str, Any] = {
         "batch_size": size if isinstance(size, int) else repr(size or "sampler"),
@@ -456,12 +466,12 @@ def form_of(data: "Data") -> dict[str, Any]:
 
 
 def fingerprint_of(source: Source) -> str:
-    """Return a hash of a few samples; leave out samples that differ when read twice.
+    """Return a hash of a few samples, without those that differ when they are read twice.
 
-    Cost: eight samples are read twice, once for each `Data` that is saved.
+    Cost: eight samples are read twice, at the first save with a `Data` record.
 
     Raises:
-        DataError: a sample cannot be read; without it, the hash would be another.
+        DataError: a sample cannot be read. Without the sample, the hash would be different.
     """
     digest = hashlib.sha256()
     for place in places_of(source):
@@ -469,9 +479,9 @@ def fingerprint_of(source: Source) -> str:
             first, again = (_hash_of(sample_at(source, place)) for _ in range(2))
         except Exception as error:
             msg = (
-                f"sample {place} of the dataset cannot be read, and a resumed run checks its"
-                f" data by a hash of some samples: {type(error).__name__}: {error}. Try again"
-                ' if it can be read now, or write af.Data(fingerprint="a name of the data").'
+                f"sample {place} of the dataset could not be read for the fingerprint that"
+                f" checkpoints contain: {type(error).__name__}: {error}. Try again if the sample"
+                ' can be read now, or write af.Data(..., fingerprint="a name of the dataset").'
             )
             raise DataError(msg) from error
         if first == again:
@@ -480,13 +490,13 @@ def fingerprint_of(source: Source) -> str:
 
 
 def places_of(source: Source) -> list[int]:
-    """Return the indices of the samples to hash."""
+    """Return the dataset indices of the samples to hash: first, last, and some in between."""
     n = len(source)
     return np.unique(np.linspace(0, n - 1, min(_PROBES, n)).astype(np.int64)).tolist()
 
 
 def sample_at(source: Source, place: int) -> Any:
-    """Return a sample; random numbers from default generators are the same each time."""
+    """Read a sample; the default random generators are seeded equally each time."""
     with draws.seeded() as drawing:
 
         def begin(_place: int) -> None:
@@ -504,10 +514,10 @@ def _hash_of(sample: Any) -> bytes:
 
 
 def bytes_of(leaf: Any) -> bytes:
-    """Return bytes that identify a leaf; for an unknown object, those of its class."""
+    """Return bytes that identify a value; for an object of an unknown class, only the class."""
     if isinstance(leaf, torch.Tensor):
         with suppress(RuntimeError):  # a sparse tensor has no such bytes
-            # a contiguous copy without a pending conjugation
+            # clone, because a view may have a lazy conjugation
             array = leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
             head = f"{array.dtype}{tuple(array.shape)}".encode()
             return head + array.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -521,7 +531,7 @@ def bytes_of(leaf: Any) -> bytes:
 
 
 def _bytes_of_objects(array: np.ndarray[Any, Any]) -> bytes:
-    """Return bytes that identify an array of objects; its own bytes are addresses."""
+    """Return bytes that identify an array of objects, because its memory has only addresses."""
     names = array.dtype.names
     parts = [array[n] for n in names] if names else array.ravel().tolist()
     result = f"{array.dtype}{array.shape}".encode()
@@ -535,13 +545,14 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-# An epoch as a value: the dataset index of each position, and the ends of batches.
+# Epochs: the dataset index at each position, and the batch of each update.
 
 
 _FIRST_BLOCK, _BLOCK, _UPDATES = 1_024, 65_536, 2_048
-"""This rank's positions of the first block and later blocks, and updates of a block."""
+"""Order is computed in blocks: this rank's positions in the first block and in later blocks, and
+the largest number of updates in a block."""
 _MOST_SORTED = 1 << 22
-"""Most positions of all ranks in a block of an order that sorts, because it sorts them all."""
+"""The most positions of all ranks in a block, for an order that must sort all of them."""
 
 
 @attrs.frozen(eq=False)
@@ -550,11 +561,11 @@ class Epoch:
 
     Attributes:
         number: the epoch's number, from 0.
-        num_samples: number of positions.
-        order: maps positions to dataset indices.
-        cut: the ends of batches.
-        key: the key of random numbers.
-        sorts: whether the order also computes positions that were not requested.
+        num_samples: the number of positions.
+        order: a function from positions to dataset indices.
+        cut: how the positions are cut into batches.
+        key: the key of the epoch's random numbers.
+        sorts: whether the order must compute more positions than those that are requested.
     """
 
     number: int
@@ -565,7 +576,7 @@ class Epoch:
     sorts: bool = False
 
     def shuffled_batches(self, key: int) -> "Epoch":
-        """Return the epoch with its batches in a random order, the last one last."""
+        """Return the epoch with its batches in a random order; the last batch stays last."""
         stops = np.fromiter((stop for _, stop in self.cut.spans(0)), np.int64)
         starts = np.concatenate([[0], stops[:-1]])
         indices = self.order(np.arange(self.num_samples))
@@ -583,7 +594,7 @@ class Epoch:
 
 
 def epoch_of(data: "Data", *, seed: int, number: int) -> Epoch:
-    """Return one pass over the data, for a state's seed."""
+    """Return an epoch of the data for a state's seed."""
     key, n = draws.key(seed, "data", number), len(data.source)
     if data.batch_sampler is not None:
         return _sampler_epoch(data.batch_sampler, n, seed=seed, number=number, key=key)
@@ -604,20 +615,22 @@ def epoch_of(data: "Data", *, seed: int, number: int) -> Epoch:
 
 
 def _sampler_epoch(sampler: Any, n: int, *, seed: int, number: int, key: int) -> Epoch:
-    """Return the epoch of a batch sampler over n samples.
+    """Return an epoch of a batch sampler for a dataset with n samples.
 
     Raises:
-        DataError: it does not give lists of indices, or gives an empty list.
+        DataError: the sampler yields something else than lists of indices, or an empty list.
     """
     name = f"batch_sampler ({type(sampler).__name__})"
     batches = read_sampler(sampler, seed=seed, epoch=number)
     wrong = [batch for batch in batches if not isinstance(batch, list)]
     if wrong:
-        msg = f"{name} gave {wrong[0]!r} for an update; expected a list of indices."
+        msg = (
+            f"{name} yielded {wrong[0]!r}; expected a list of indices for each update."
+        )
         raise DataError(msg)
     empty = [i for i, batch in enumerate(batches) if not batch]
     if empty or not batches:
-        msg = f"{name} gave no samples for update {empty[0] if empty else 0}."
+        msg = f"{name} yielded no indices for update {empty[0] if empty else 0}."
         raise DataError(msg)
     flat = check_indices(
         np.concatenate([np.asarray(batch) for batch in batches]), n=n, where=name
@@ -627,19 +640,22 @@ def _sampler_epoch(sampler: Any, n: int, *, seed: int, number: int, key: int) ->
 
 
 class Portion(NamedTuple):
-    """A rank's part of one update, before it is read.
+    """The samples that a rank reads for one update.
 
-    A named tuple takes half the time of a frozen record, and each update makes a portion.
+    The class is a named tuple, because each update creates one, and that takes half the time
+    of an attrs record.
 
     Attributes:
         start: the cursor before the update.
         after: the cursor after the update.
-        num_samples: samples of the update, on all ranks.
-        spans: positions of the rank's micro-batches.
-        indices: dataset indices to read for each; an empty micro-batch reads a stand-in.
-        own: how many of the epoch's positions are samples; later positions are repeats.
+        num_samples: the number of samples in the update, on all ranks.
+        spans: the positions of each of this rank's micro-batches.
+        indices: the dataset indices to read for each micro-batch. An empty micro-batch reads
+            one sample as filler.
+        own: the number of positions in the epoch. Later positions, in a padded batch, repeat
+            samples of its start.
         key: the key of random numbers.
-        shares: how many samples each rank has, if ranks have exchanged the numbers.
+        shares: the numbers of samples of each rank, if ranks have exchanged them; else None.
     """
 
     start: Cursor
@@ -653,10 +669,10 @@ class Portion(NamedTuple):
 
 
 def portions(epoch: Epoch, plan: Plan, start: Cursor) -> Iterator[Portion]:
-    """Yield this rank's part of an epoch's updates from a cursor on.
+    """Yield this rank's portion of each update in an epoch, from a cursor on.
 
-    Cost: the order computes only the positions of this rank, so an update costs the same on any
-    number of ranks. An order that sorts computes more positions.
+    Cost: only the order at this rank's positions is computed, so the cost of an update does not
+    depend on the number of ranks. An order that sorts must compute more positions.
     """
     num_samples, end, key = epoch.num_samples, epoch.cut.end(start.samples), epoch.key
     following = Cursor(epoch.number + 1)
@@ -664,7 +680,7 @@ def portions(epoch: Epoch, plan: Plan, start: Cursor) -> Iterator[Portion]:
     for updates in _blocks(epoch.cut.spans(start.samples), plan.num_shares, most):
         parts = [tuple(plan.parts(update)) for update in updates]
         places = _places(updates, parts)
-        if updates[-1][1] > num_samples:  # padded: filled from the start of the order
+        if updates[-1][1] > num_samples:  # padded with samples of the epoch's start
             places %= num_samples
         block, first = epoch.order(places), 0
         for (low, high), spans in zip(updates, parts, strict=True):
@@ -681,9 +697,9 @@ def portions(epoch: Epoch, plan: Plan, start: Cursor) -> Iterator[Portion]:
 
 
 def _blocks(spans: Iterable[Span], num_shares: int, most: int) -> Iterator[list[Span]]:
-    """Yield blocks of updates to order at once: the first is small, for a quick start.
+    """Yield blocks of updates for which the order is computed at once.
 
-    A block ends at its largest number of positions of all ranks.
+    The first block is small, for a quick start. A block ends when it has `most` positions.
     """
     block: list[Span] = []
     size = _FIRST_BLOCK
@@ -698,7 +714,7 @@ def _blocks(spans: Iterable[Span], num_shares: int, most: int) -> Iterator[list[
 
 
 def _places(updates: list[Span], parts: list[tuple[Span, ...]]) -> Indices:
-    """Return the positions to read; an empty part reads the position next to it."""
+    """Return the positions to read; an empty micro-batch reads a position next to it as filler."""
     runs = [
         (begin if begin < high else high - 1, stop - begin or 1)
         for (_, high), spans in zip(updates, parts, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of a dataset: by index or as a stream, in this process or in workers."""
+"""Read the batches of a rank: by index or as a stream, in this process or in workers."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
     from accelfn.data.dataset import Data
 
 Pair: TypeAlias = tuple[Portion, list[Any]]
-"""A portion of an update, and the values of its micro-batches."""
+"""This rank's portion of an update, and the collated values of its micro-batches."""
 
 
 @attrs.frozen(kw_only=True)
 class Reading:
-    """The batches to read, and their reader.
+    """Which batches to read, and who reads them.
 
     Attributes:
-        plan: the samples of an update for this rank.
-        start: the first sample.
-        epochs: the number of the epoch before which to end; None means no end.
-        seed: the seed of the order, and of random numbers.
+        plan: which samples of an update this rank reads.
+        start: the cursor of the first sample to read.
+        epochs: reading ends before the epoch with this number; None: it does not end.
+        seed: the seed of the order and of random numbers.
         world: the ranks that read.
-        update: the state's number of updates at the first batch, for errors.
+        update: the state's number of updates before the first batch, for errors.
     """
 
     plan: Plan
@@ -64,7 +64,10 @@ class Reading:
 
 
 def read_batches(data: "Data", reading: Reading) -> Iterator[Batch]:
-    """Yield a rank's batches on its device; the caller's modes do not reach the dataset."""
+    """Yield the batches of this rank on its device.
+
+    Torch modes of the caller, such as inference mode, do not apply while the dataset is read.
+    """
     device = reading.world.device
     batches = _assemble_batches(
         on_device(_pairs_of(data, reading), device), reading.plan
@@ -72,7 +75,7 @@ def read_batches(data: "Data", reading: Reading) -> Iterator[Batch]:
     while True:
         if is_plain():
             batch = next(batches, None)
-        else:  # no step can take a tensor that is made in inference mode
+        else:  # a step cannot use a tensor that was created in inference mode
             with own_modes(device), span("accelfn data"):
                 batch = next(batches, None)
         if batch is None:
@@ -81,7 +84,7 @@ def read_batches(data: "Data", reading: Reading) -> Iterator[Batch]:
 
 
 def _pairs_of(data: "Data", reading: Reading) -> Iterator[Pair]:
-    """Yield this rank's portion of each update, and its values, on the CPU."""
+    """Yield this rank's portion of each update, with its values on the CPU."""
     if reading.world.is_main:
         advise_of_workers(data.num_workers)
     if data.is_stream:
@@ -101,8 +104,8 @@ def _portions(data: "Data", reading: Reading) -> Iterator[Portion]:
 
 
 def _tasks_of(portion: Portion) -> list[Task]:
-    """Return the reading tasks, one per micro-batch."""
-    # a stand-in is within the batch
+    """Return a reading task for each micro-batch."""
+    # an empty share reads a sample of the same batch, as filler
     last = portion.start.samples + portion.num_samples - 1
     return [
         Task(portion.key, min(begin, last), indices)
@@ -111,7 +114,7 @@ def _tasks_of(portion: Portion) -> list[Task]:
 
 
 def _read_here(parts: Iterable[Portion], fetch: Fetch) -> Iterator[Pair]:
-    """Read in this process, on demand."""
+    """Read in this process, when the caller needs the next batch."""
     if fetch.is_pure:
         gather = fetch.source.batch
         for portion in parts:
@@ -124,10 +127,10 @@ def _read_here(parts: Iterable[Portion], fetch: Fetch) -> Iterator[Pair]:
 def _read_in_workers(
     parts: Iterator[Portion], fetch: Fetch, data: "Data", reading: Reading
 ) -> Iterator[Pair]:
-    """Read in other processes, by torch's DataLoader, a micro-batch per task.
+    """Read in the workers of a torch DataLoader; each task is a micro-batch.
 
     Raises:
-        DataError: a process was killed or did not answer; the error names its samples.
+        DataError: a worker was killed or did not answer. The message names its samples.
     """
     pending: deque[Portion] = deque()
     num_read, values = 0, list[Any]()
@@ -142,7 +145,7 @@ def _read_in_workers(
         lines = "\n".join(f"  {format_indices(row)}" for row in rows[:8])
         return (
             num_read,
-            f"Being read were the samples at these dataset indices:\n{lines}",
+            f"The workers were reading the samples at these dataset indices:\n{lines}",
         )
 
     for value in _watch(_Fetched(fetch), data, reading, due, send_tasks()):
@@ -169,16 +172,16 @@ def _stream_pairs(data: "Data", reading: Reading) -> Iterator[Pair]:
 
 
 def _read_shares(share: Share, data: "Data", reading: Reading) -> Iterator[Pair]:
-    """Read a stream in other processes, which take turns at updates.
+    """Read a stream in worker processes, which take turns: each reads every n-th update.
 
     Raises:
-        DataError: a process was killed or did not answer.
+        DataError: a worker was killed or did not answer.
     """
     num_read, after = 0, reading.start
 
     def due() -> tuple[int, str]:
         place = f"sample {after.samples} of epoch {after.epoch}"
-        return num_read, f"Being read was the stream from {place} on."
+        return num_read, f"The workers were reading the stream from {place} on."
 
     for portion, values in _watch(share, data, reading, due):
         num_read, after = num_read + 1, portion.after
@@ -192,7 +195,7 @@ def _watch(
     due: Callable[[], tuple[int, str]],
     sampler: Any = None,
 ) -> Iterator[Any]:
-    """Yield the items of a dataset as workers read them."""
+    """Yield the items of a dataset that workers read."""
     with mute_worker_warnings():
         loader: Any = DataLoader(
             dataset,
@@ -202,14 +205,14 @@ def _watch(
             collate_fn=_as_is,
             timeout=data.timeout,
             multiprocessing_context=start_method(data.num_workers),
-            # DataLoader draws a base seed from the global generator unless it has its own
+            # without a generator, DataLoader would use the global random generator for a seed
             generator=torch.Generator().manual_seed(0),
         )
     return watch_workers(loader, timeout=data.timeout, place=_place(reading), due=due)
 
 
 class _Fetched:
-    """A dataset that takes a task as its index, and gives a micro-batch as its sample."""
+    """A dataset for torch's DataLoader: an index is a task, and a sample is a micro-batch."""
 
     def __init__(self, fetch: Fetch) -> None:
         self.fetch = fetch
@@ -217,7 +220,9 @@ class _Fetched:
     def __getitem__(self, task: Task) -> Any:
         try:
             return self.fetch(task)
-        except StopIteration as error:  # a loader would take it for the end
+        except (
+            StopIteration
+        ) as error:  # to a loader, this would mean the end of the data
             msg = "A dataset or collate function raised StopIteration."
             raise RuntimeError(msg) from error
 
@@ -231,14 +236,14 @@ def _place(reading: Reading) -> Place:
 
 
 def _assemble_batches(pairs: Iterable[Pair], plan: Plan) -> Iterator[Batch]:
-    """Yield batches, and mark stand-ins and repeats as filler."""
+    """Yield a `Batch` for each portion; samples that do not count are marked as filler."""
     for portion, values in pairs:
         start, after, num_samples, spans, indices, num_own, _, shares = portion
         weights: tuple[int, ...] = ()
         filler: tuple[Filler, ...] = ()
         for low, high in spans:
             weights += (high - low,)
-            # positions beyond the epoch's own samples are repeats
+            # positions after the end of the epoch repeat samples of its start
             filler += (
                 low == high or (high > num_own and np.arange(low, high) >= num_own),
             )

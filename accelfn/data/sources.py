@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of samples: read a dataset by index.
+"""Sources of samples: classes that read a dataset by index.
 
-A dataset made of tensors, or an Arrow table, is gathered by one indexing call for each tensor,
-which is about ten times faster than to fetch and stack samples. Any other map-style dataset is
-read by `__getitems__` if it has this method, else item by item.
+A batch from an Arrow table, or from a dataset made of tensors, is read with one indexing call
+for each tensor. So it takes about a tenth of the time for reading and stacking samples. Any
+other map-style dataset is read with its `__getitems__`, if it has this method, or item by item.
 """
 
 import warnings
@@ -41,12 +41,17 @@ from accelfn.data.order import (
 from accelfn.errors import ArgumentError, DataError
 
 Begin: TypeAlias = Callable[[int], object]
-"""Called before a sample is read, with its place in the micro-batch."""
+"""A function that is called before each sample is read, with its place in the micro-batch."""
 
 
 @attrs.frozen
 class Rows:
-    """A dataset made of a tree of tensors: some of their rows, or all."""
+    """A dataset made of tensors: a sample is a row of each tensor in a tree.
+
+    Attributes:
+        tensors: the tree of tensors.
+        picked: the rows that belong to the dataset; None: all rows.
+    """
 
     tensors: Any
     picked: torch.Tensor | None = None
@@ -54,7 +59,7 @@ class Rows:
 
     @cached_property
     def columns(self) -> tuple[torch.Tensor, ...] | None:
-        """The tensors, if they are a plain tuple: then no batch walks a tree."""
+        """The tensors if the tree is a plain tuple of tensors, which is faster; else None."""
         if type(self.tensors) is not tuple:
             return None
         leaves = cast("tuple[Any, ...]", self.tensors)
@@ -67,23 +72,26 @@ class Rows:
         return len(tree.tensor_leaves(self.tensors)[0])
 
     def subset(self, indices: Sequence[int]) -> "Rows":
-        """Return the rows at these indices as a dataset; nothing is copied."""
+        """Return a dataset of the rows at these indices, without copying tensors."""
         rows, count = torch.as_tensor(indices, dtype=torch.int64), len(self)
         outside = rows[(rows < -count) | (rows >= count)]
         if len(outside):
-            msg = f"A Subset picks sample {int(outside[0])} of a dataset that has {count}."
+            msg = f"A Subset has the index {int(outside[0])}, but its dataset has {count} samples."
             raise DataError(msg)
         rows = torch.where(rows < 0, rows + count, rows)
         return Rows(self.tensors, rows if self.picked is None else self.picked[rows])
 
     def samples(self, indices: Indices, begin: Begin) -> list[Any]:
-        """Return rows one by one; the user's collate may draw random numbers after them."""
+        """Return a list of samples for the user's collate function.
+
+        `begin` seeds the random generators, which that function may use.
+        """
         begin(0)
         rows = self._rows(indices).tolist()
         return [tree.tree_map(itemgetter(row), self.tensors) for row in rows]
 
     def batch(self, indices: Indices, begin: Begin) -> Any:
-        """Return copies of the rows at these indices."""
+        """Return a batch with copies of the rows at these indices."""
         rows, columns = self._rows(indices), self.columns
         if columns is not None:
             return tuple([column.index_select(0, rows) for column in columns])
@@ -96,10 +104,10 @@ class Rows:
 
 @attrs.frozen
 class Table:
-    """An Arrow table, recognized by its `take`, `column_names` and `num_rows`.
+    """An Arrow table, which is recognized by its attributes.
 
-    A sample is a dict by column. A batch has tensors of number columns, and lists of other
-    columns.
+    A sample is a dict with the value of each column. A batch is a dict of columns: tensors for
+    columns of numbers, and lists for other columns.
     """
 
     table: Any
@@ -110,12 +118,15 @@ class Table:
         return self.table.num_rows
 
     def samples(self, indices: Indices, begin: Begin) -> list[Any]:
-        """Return rows as dicts of Python values; collate may draw random numbers after them."""
+        """Return a list of samples for the user's collate function: dicts of Python values.
+
+        `begin` seeds the random generators, which that function may use.
+        """
         begin(0)
         return self.table.take(indices).to_pylist()
 
     def batch(self, indices: Indices, begin: Begin) -> Any:
-        """Return columns."""
+        """Return a batch, as a dict of columns."""
         rows = self.table.take(indices)
         return {name: self._column(rows, name) for name in rows.column_names}
 
@@ -123,8 +134,8 @@ class Table:
         column = rows.column(name)
         if column.null_count:
             msg = (
-                f"Column {name!r} of the table has a null among these rows; fill it, or give"
-                " af.Data(collate=...), which gets rows as dicts."
+                f"Column {name!r} of the table has a null in this batch. Fill in the null values,"
+                " or pass af.Data(..., collate=...), a function of a list of rows (dicts)."
             )
             raise DataError(msg)
         values = column.to_numpy()
@@ -134,14 +145,14 @@ class Table:
             return default_collate(column.to_pylist())
         except Exception as error:
             error.add_note(
-                f"This was raised as a batch was made of column {name!r} of the table."
+                f"This error was raised when accelfn made a batch of the column {name!r}."
             )
             raise
 
 
 @attrs.frozen
 class Items:
-    """Any other map-style dataset."""
+    """A map-style dataset that is not made of tensors; it is read sample by sample."""
 
     dataset: Any
     is_pure: bool = attrs.field(default=False, init=False)
@@ -150,7 +161,7 @@ class Items:
         """Return the number of samples.
 
         Raises:
-            DataError: the dataset does not know it, or cannot be read by index.
+            DataError: the dataset has no length, or cannot be read by index.
         """
         kind = type(self.dataset).__name__
         if isinstance(self.dataset, Mapping) and not self.dataset:
@@ -169,9 +180,10 @@ class Items:
         return length
 
     def samples(self, indices: Indices, begin: Begin) -> list[Any]:
-        """Return items; the error for a failed item names it."""
+        """Return a list of samples; if one cannot be read, the error names it."""
         dataset, inner = self.dataset, indices.tolist()
-        while type(dataset) is Subset:  # its __getitems__ hides the samples, as Stack's
+        # read from the inner dataset, because errors of Subset do not name the sample
+        while type(dataset) is Subset:
             inner = [int(dataset.indices[i]) for i in inner]
             dataset = cast("Any", dataset).dataset
         fetch_all = _own_getitems(dataset)
@@ -185,30 +197,30 @@ class Items:
                 items.append(dataset[index])
             except Exception as error:
                 error.add_note(
-                    f"This was raised by {type(dataset).__name__}[{index}]: the sample at"
+                    f"{type(dataset).__name__}[{index}] raised this error. It is the sample at"
                     f" dataset index {indices[place]}."
                 )
                 raise
         return items
 
     def batch(self, indices: Indices, begin: Begin) -> Any:
-        """Return items, collated."""
+        """Return a batch, collated by torch's function."""
         return collate_samples(default_collate, self.samples(indices, begin), indices)
 
 
 def _fetch_items(
     fetch_all: Callable[[list[int]], Iterable[Any]], kind: str, indices: list[int]
 ) -> list[Any]:
-    """Fetch items by a dataset's `__getitems__`, and check their number."""
+    """Read samples with a dataset's `__getitems__`, and check their number."""
     call = f"{kind}.__getitems__({format_indices(indices)})"
     try:
         items = list(fetch_all(indices))
     except Exception as error:
-        error.add_note(f"This was raised by {call}.")
+        error.add_note(f"{call} raised this error.")
         raise
     if len(items) != len(indices):
         msg = (
-            f"{call} gave {len(items)} samples; expected a list of {len(indices)}, one for"
+            f"{call} returned {len(items)} samples; expected a list of {len(indices)}, one for"
             " each index."
         )
         raise DataError(msg)
@@ -218,34 +230,34 @@ def _fetch_items(
 def collate_samples(
     collate: Callable[[list[Any]], Any], samples: list[Any], indices: Indices
 ) -> Any:
-    """Collate samples into a batch; errors name the samples."""
+    """Collate samples into a batch; if that fails, the error names the samples."""
     try:
         return collate(samples)
     except Exception as error:
         error.add_note(
-            "This was raised as a batch was made of the samples at dataset indices"
+            "This error was raised when accelfn made a batch of the samples at dataset indices"
             f" {format_indices(indices)}."
         )
         raise
 
 
 def format_indices(indices: Sequence[int] | Indices) -> str:
-    """Format the first few indices as text."""
+    """Return the first indices as text, such as "[0, 1, ...]"."""
     first = ", ".join(str(index) for index in indices[:8])
     return f"[{first}{', ...' if len(indices) > 8 else ''}]"
 
 
 def source_of(dataset: Any) -> "Source":
-    """Return the fastest source for a map-style dataset.
+    """Return the source that reads a map-style dataset fastest.
 
     Raises:
-        DataError: the dataset is read by the names of columns.
+        DataError: the dataset is a pandas table, which is not indexed by row numbers.
     """
     if hasattr(dataset, "iloc"):
         msg = (
-            f"af.Data({type(dataset).__name__}): a pandas table is read by names, not by row"
-            " numbers. Give its columns as tensors, {name:"
-            " torch.tensor(table[name].to_numpy()) for name in table}, or a Dataset."
+            f"af.Data({type(dataset).__name__}): pandas indexes a table by names, not by row"
+            " numbers. Pass a dict of tensors, {name: torch.tensor(table[name].to_numpy()) for"
+            " name in table}, or a Dataset."
         )
         raise DataError(msg)
     rows = rows_of(dataset)
@@ -258,10 +270,11 @@ def source_of(dataset: Any) -> "Source":
 
 
 def _own_getitems(dataset: Any) -> Callable[[list[int]], Any] | None:
-    """Return a dataset's `__getitems__`, unless it belongs to another class.
+    """Return a dataset's `__getitems__`, but only if it fits the dataset's `__getitem__`.
 
-    A subclass with only a `__getitem__`, or a wrapper that forwards attributes, has the
-    `__getitems__` of another class, which would bypass it, as it does in torch's DataLoader.
+    A subclass may define only `__getitem__`, and a wrapper may forward attributes to an inner
+    dataset. Their `__getitems__` would bypass the subclass or wrapper, as it does in torch's
+    DataLoader.
     """
     fetch_all = getattr(dataset, "__getitems__", None)
     if not callable(fetch_all) or type(dataset) is StackDataset:
@@ -275,12 +288,12 @@ def _own_getitems(dataset: Any) -> Callable[[list[int]], Any] | None:
 
 
 def rows_of(dataset: Any) -> Rows | None:
-    """Return the dataset as rows of tensors; None if it is not made of tensors.
+    """Return a dataset made of tensors as `Rows`; None for other datasets.
 
-    A subclass of TensorDataset or Subset may change its items, so it is read item by item.
+    A subclass of TensorDataset or Subset may change its samples, so the result is None for it.
 
     Raises:
-        DataError: its tensors have different numbers of rows.
+        DataError: the tensors have different numbers of rows.
     """
     if type(dataset) is Subset:
         inner = rows_of(dataset.dataset)
@@ -296,18 +309,20 @@ def rows_of(dataset: Any) -> Rows | None:
     if len(lengths) > 1 or -1 in lengths:
         shapes = [tuple(leaf.shape) for leaf in leaves]
         msg = (
-            f"The dataset's tensors have shapes {shapes}; expected one number of rows"
-            " in all."
+            f"af.Data: the tensors of the dataset have the shapes {shapes}, but all must have"
+            " the same number of rows (dim 0)."
         )
         raise DataError(msg)
     return Rows(tensors)
 
 
 def _as_tensor(leaf: Any) -> Any:
-    """Return an array of numbers as a tensor over the same memory, if possible.
+    """Return a NumPy array of numbers as a tensor, mostly in the same memory.
+
+    Other values are returned unchanged.
 
     Raises:
-        DataError: torch has no such dtype, or the array is masked.
+        DataError: torch does not have the array's dtype, or the array is masked.
     """
     if isinstance(leaf, torch.Tensor):
         return leaf.detach() if leaf.requires_grad else leaf
@@ -315,33 +330,35 @@ def _as_tensor(leaf: Any) -> Any:
         return leaf
     array = cast("npt.NDArray[Any]", leaf)
     if isinstance(array, np.ma.MaskedArray):
-        msg = "The dataset is a masked array; give its filled(...)."
+        msg = "af.Data: torch has no masked arrays. Pass array.filled(value) instead."
         raise DataError(msg)
     if any(stride < 0 for stride in array.strides):
         array = np.ascontiguousarray(array)
-    with warnings.catch_warnings():  # read-only memory is fine: rows are copied out
+    with (
+        warnings.catch_warnings()
+    ):  # torch warns of read-only memory, but rows are copied
         warnings.simplefilter("ignore", UserWarning)
         try:
             return torch.from_numpy(array)
         except (TypeError, ValueError) as error:
             msg = (
-                f"The dataset is an array of {array.dtype.str!r}, which torch does not have;"
-                " give its astype(np.float32), or another dtype of torch's."
+                f"af.Data: the dataset has an array of dtype {array.dtype.str!r}, which torch"
+                " does not have. Pass array.astype(np.float32), or another dtype of torch."
             )
             raise DataError(msg) from error
 
 
-# Several datasets as one, each with its share of an epoch's positions.
+# `af.Data.mix`: several datasets as one, each with its share of an epoch's positions.
 
 
 _LARGEST_BLOCK = 1 << 24
-"""Positions in a block, which take 128 MiB."""
+"""The largest number of positions in a block, which needs 128 MiB."""
 
 
 def mix_datasets(
     datasets: Any, *, weights: Any, shuffle: bool
 ) -> tuple["Joined", "Mixed"]:
-    """Join several datasets, and return the order that mixes them by weight.
+    """Join several datasets; return the joined dataset, and the order that mixes its samples.
 
     Raises:
         ArgumentError: the datasets or weights are invalid.
@@ -353,7 +370,7 @@ def mix_datasets(
     sources = tuple(map(source_of, datasets))
     lengths = tuple(map(len, sources))
     if not sources or not all(lengths):
-        msg = f"af.Data.mix: expected datasets with samples, got lengths {lengths}."
+        msg = f"af.Data.mix: got lengths {lengths}; expected one or more datasets with samples."
         raise DataError(msg)
     shares = lengths if weights is None else _as_tuple(weights)
     are_valid = all(is_number(w) and 0 < w < float("inf") for w in shares)
@@ -367,15 +384,16 @@ def mix_datasets(
     if order.block > _LARGEST_BLOCK:
         name = "the datasets' lengths" if weights is None else f"{weights!r}"
         msg = (
-            f"af.Data.mix(weights={name}): the least would come less than once in"
-            f" {_LARGEST_BLOCK // 4:,} samples. Give it a larger weight, or leave it out."
+            f"af.Data.mix(weights={name}): the dataset with the smallest weight would have less"
+            f" than one in {_LARGEST_BLOCK // 4:,} samples. Give it a larger weight, or leave it"
+            " out."
         )
         raise ArgumentError(msg)
     return Joined(sources), order
 
 
 def _as_tuple(weights: Any) -> tuple[Any, ...]:
-    """Convert weights to a tuple, also from a tensor or an array."""
+    """Return weights from a list, a tuple, a tensor or an array as a tuple."""
     if hasattr(weights, "tolist"):
         weights = weights.tolist()
     return tuple(weights) if isinstance(weights, (list, tuple)) else ()
@@ -383,21 +401,21 @@ def _as_tuple(weights: Any) -> tuple[Any, ...]:
 
 @attrs.frozen
 class Joined:
-    """Several sources, one after the other, as one source."""
+    """Several sources as one: the indices of the second follow those of the first, and so on."""
 
     parts: "tuple[Source, ...]"
 
     @property
     def is_pure(self) -> bool:
-        """Whether reading runs no code of the user's."""
+        """Whether reading runs no user code."""
         return all(part.is_pure for part in self.parts)
 
     def __len__(self) -> int:
-        """Return the number of samples of all."""
+        """Return the number of samples in all sources."""
         return sum(len(part) for part in self.parts)
 
     def samples(self, indices: Indices, begin: Begin) -> list[Any]:
-        """Return the samples, each from its own part."""
+        """Return a list of samples, each from the source that has its index."""
         samples: list[Any] = [None] * len(indices)
         for number, places, inner in self._by_part(indices):
 
@@ -406,15 +424,17 @@ class Joined:
 
             try:
                 items = self.parts[number].samples(inner, begin_part)
-            except Exception as error:  # datasets may be of one class
-                error.add_note(f"That is dataset {number} of the mix.")
+            except (
+                Exception
+            ) as error:  # say which dataset, as several may have one class
+                error.add_note(f"The sample is in dataset {number} of the mix.")
                 raise
             for place, sample in zip(places.tolist(), items, strict=True):
                 samples[place] = sample
         return samples
 
     def batch(self, indices: Indices, begin: Begin) -> Any:
-        """Return the samples as one batch, without a list if all parts are tensors."""
+        """Return a batch; if all sources are tensors, without a list of samples."""
         structures = {
             str(tree_structure(part.tensors)) if isinstance(part, Rows) else None
             for part in self.parts
@@ -433,7 +453,7 @@ class Joined:
         )
 
     def _by_part(self, indices: Indices) -> Iterator[tuple[int, Indices, Indices]]:
-        """Yield numbers of parts, their places in the batch, and their own indices."""
+        """Yield, for each source in a batch: its number, its places, and the indices in it."""
         ends = np.cumsum([len(part) for part in self.parts])
         numbers = np.searchsorted(ends, indices, side="right")
         for number in np.unique(numbers).tolist():
@@ -443,21 +463,21 @@ class Joined:
 
 
 Source: TypeAlias = Rows | Table | Items | Joined
-"""Samples by index, with `samples` for a list and `batch` for one batch."""
+"""Reads samples by index: `samples` returns a list, and `batch` a collated batch."""
 
 
 @attrs.frozen
 class Mixed:
-    """An order of several joined datasets, each with its share of positions.
+    """An order that mixes joined datasets; each has its share of the positions.
 
-    Positions are counted through all epochs. At the end of every block each dataset has
-    had its exact share, to within one sample. It goes through its samples epoch by epoch, so no
-    sample comes again before all its samples have come.
+    Positions are counted through all epochs. At the end of each block, the number of positions
+    that each dataset has had is exact to one sample. No sample of a dataset is repeated before
+    all samples of that dataset were used.
 
     Attributes:
         lengths: the lengths of the datasets.
         weights: the weight of each dataset.
-        inner: the order of a dataset's samples.
+        inner: the order of the samples within each dataset.
     """
 
     lengths: tuple[int, ...]
@@ -466,7 +486,7 @@ class Mixed:
 
     @property
     def name(self) -> str:
-        """The weights, and the order of the samples."""
+        """A name with the weights, and with the order within each dataset."""
         weights = ":".join(f"{weight:g}" for weight in self.weights)
         return f"mixed {weights}, {self.inner.name}"
 
@@ -479,22 +499,22 @@ class Mixed:
 
     @cached_property
     def block(self) -> int:
-        """The number of positions in a block; at least four for the smallest share."""
+        """The number of positions in a block: 64, or enough for four of the smallest share."""
         return max(64, -(-4 * sum(self.shares) // min(self.shares)))
 
     def num_samples(self, n: int) -> int:
-        """Return the number of all samples."""
+        """Return n, the number of samples in all datasets."""
         return n
 
     def count_used(self, blocks: int) -> list[int]:
-        """Return how many samples of each dataset came in the first blocks."""
+        """Return how many positions each dataset has in the first blocks."""
         total, positions = sum(self.shares), self.block * blocks
         sums = accumulate(self.shares, initial=0)
         ends = [(2 * share * positions + total) // (2 * total) for share in sums]
         return [stop - start for start, stop in pairwise(ends)]
 
     def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
-        """Return an epoch's order, computed a block at a time."""
+        """Return the order of an epoch, which is computed block by block."""
         offsets = np.cumsum([0, *self.lengths])
         inner: dict[tuple[int, int], AtPositions] = {}
 
@@ -531,7 +551,7 @@ class Mixed:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return whether a dataset can be iterated over, and has no index."""
+    """Return whether a dataset is a stream: it can be iterated over, and has no index."""
     if isinstance(dataset, IterableDataset):
         return True
     return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")

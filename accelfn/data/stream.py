@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams: datasets that are read from front to back, without an index.
+"""Streams: datasets that are read in order, without an index.
 
-Every process reads the whole stream and keeps the samples at its own positions. So the order
-does not depend on ranks or workers, and no sample is seen twice. The stream's own `state_dict()`
-says where it is; that state travels with each batch.
+Every process reads the whole stream, and keeps only the samples at its own positions. So the
+order does not depend on ranks or workers, and no sample is used twice. Each batch carries the
+stream's `state_dict()`, so that reading can resume after the batch.
 """
 
 import copy
@@ -45,58 +45,66 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("accelfn")
 _BEFORE = -1
-"""The position whose key is that of random numbers before the first sample."""
+"""A position for the random numbers that a stream uses before its first sample."""
 
 
 def is_stateful(dataset: Any) -> bool:
-    """Return whether an object has `state_dict` and `load_state_dict`."""
+    """Return whether an object has the methods `state_dict` and `load_state_dict`."""
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
 def check_promise(dataset: Any, count: int, epoch: int, *, ended: bool) -> None:
-    """Raise if a stream gave more samples than its length or, at its end, fewer.
+    """Compare the number of samples that a stream has yielded with its `__len__`, if any.
+
+    Args:
+        dataset: the stream.
+        count: the number of samples so far.
+        epoch: the number of the epoch, for errors.
+        ended: whether the stream has ended.
 
     Raises:
-        DataError: with both numbers.
+        DataError: the stream has yielded more samples than its length, or has ended with fewer.
     """
     length = promised_length(dataset)
     if length is None or count == length or (count < length and not ended):
         return
     wrong_by = "only " if count < length else "at least "
     msg = (
-        f"{type(dataset).__name__} says that it has {length} samples, and gave"
-        f" {wrong_by}{count} in epoch {epoch}. Let its __len__ say what it yields, or leave"
-        " __len__ out."
+        f"{type(dataset).__name__} has the length {length}, but yielded {wrong_by}{count}"
+        f" samples in epoch {epoch}. Let its __len__ return the number of samples, or remove"
+        " __len__."
     )
     raise DataError(msg)
 
 
 def log_replay(dataset: Any, count: int) -> None:
-    """Log that samples are read again."""
+    """Log a warning that the first samples are read again."""
     kind = type(dataset).__name__
-    _LOG.warning("Reading %d samples of %s again, to continue after them.", count, kind)
+    _LOG.warning("Reading the first %d samples of %s again, to resume.", count, kind)
 
 
 def resume_error(dataset: Any, cursor: Cursor) -> DataError:
-    """Return the error for a stream that cannot resume at a cursor."""
+    """Return the error to raise if a stream cannot resume at a cursor."""
     kind = type(dataset).__name__
     place = f"sample {cursor.samples} of epoch {cursor.epoch}"
     replay = f"af.Data(..., replay=True), which reads {cursor.samples} samples again."
     if is_stateful(dataset):
         return DataError(
-            f"{kind} is a stream, and the cursor at {place} does not hold its state:"
-            " af.seek has no state, and the state of datasets lacks the samples in a shuffle"
-            " buffer. Take the cursor of a batch or of af.load, shuffle without a buffer, or"
-            f" give {replay}"
+            f"The cursor at {place} has no state of the stream {kind}: it is from af.seek, or"
+            " the samples in a shuffle buffer of `datasets` could not be saved. Use the cursor"
+            f" of a batch or of a loaded state, shuffle without a buffer, or write {replay}"
         )
     return DataError(
-        f"{kind} is a stream without state, so it cannot resume at {place}. Give it"
-        f" state_dict() and load_state_dict(), or {replay}"
+        f"{kind} is a stream without a state, so it cannot resume at {place}. Add state_dict()"
+        f" and load_state_dict() to it, or write {replay}"
     )
 
 
 def _is_lossy(dataset: Any) -> bool:
-    """Return whether a state lacks samples: those in a shuffle buffer of `datasets`."""
+    """Return whether a stream of the library `datasets` has a shuffle buffer.
+
+    Its state does not include the samples in the buffer.
+    """
     iterables = [getattr(dataset, "_ex_iterable", None)]
     for iterable in iterables:
         if hasattr(iterable, "buffer_size"):
@@ -111,10 +119,11 @@ def _is_lossy(dataset: Any) -> bool:
 def first_state(dataset: Any) -> Any:
     """Return a stream's state before it is read; None if it has no state.
 
-    accelfn does not ask a loader: it would start its workers, and it starts again by itself. A
-    node of torchdata.nodes ignores the state that it is given after it was asked. A stream of
-    `datasets` would give the place of its newest iterator, even of one that somebody has only
-    looked into; `iter` begins with the state that was loaded, if any.
+    Three kinds of streams are special. For a DataLoader, the result is None: its `state_dict`
+    would start the workers, and each of its epochs starts from the beginning anyway. The same
+    holds for torchdata.nodes, which ignore `load_state_dict` after a call of `state_dict`. A
+    stream of `datasets` would return the position of its newest iterator, so accelfn reads the
+    state that the user has loaded, if any.
     """
     if hasattr(dataset, "_starting_state_dict"):
         return copy.deepcopy(dataset._starting_state_dict) or {}
@@ -123,27 +132,31 @@ def first_state(dataset: Any) -> Any:
         return None
     try:
         return copy.deepcopy(dataset.state_dict())
-    except Exception:  # noqa: BLE001 - it has a place only once it is read
+    except Exception:  # noqa: BLE001 - some streams have a state only once they are read
         return None
 
 
 _READERS: "WeakValueDictionary[int, Opened]" = WeakValueDictionary()
-"""The reader of each stream, by its id: a stream with state has one place only."""
+"""The newest reader of each stream, by the stream's id: only one reader can use its state."""
 
 
 class Opened:
-    """One epoch of a stream, from a cursor on, a sample at a time.
+    """Reads one epoch of a stream from a cursor on, sample by sample.
 
-    Random numbers of the stream from default generators depend on (seed, epoch, position).
+    accelfn seeds the default random generators for each sample from (seed, epoch, position).
     """
 
     def __init__(
         self, dataset: Any, key: int, start: Cursor, first: Any = None
     ) -> None:
-        """Begin the epoch, and go to the cursor.
+        """Start the epoch, and continue to the cursor.
 
-        `first` is the dataset's state before it was read. With it, a dataset that remembers
-        where another loop left it begins again.
+        Args:
+            dataset: the stream.
+            key: the key of the epoch's random numbers.
+            start: the cursor.
+            first: the stream's state before it was read. The epoch starts from this state, even
+                if another loop has read from the stream.
         """
         self.position = start.samples
         self._dataset, self._key, self._epoch = dataset, key, start.epoch
@@ -170,18 +183,18 @@ class Opened:
                 pass
 
     def read(self) -> list[Any]:
-        """Return the next sample in a list, or an empty list at the end.
+        """Return the next sample in a list; an empty list at the end.
 
         Raises:
-            DataError: another loop reads the stream, and now both change its state.
+            DataError: another loop has started to read the stream, and uses the same state.
         """
         kind, is_newest = type(self._dataset).__name__, _READERS.get(id(self._dataset))
         if self._stateful is self._dataset and is_newest is not self:
             msg = (
-                f"af.Data({kind}): a second loop reads this stream, and the first continues at"
-                f" sample {self.position} of epoch {self._epoch}, but a stream has one"
-                " state_dict(). Make a dataset for each state, evaluation and simulated rank,"
-                " or copy it before it is read: copy.deepcopy(dataset)."
+                f"af.Data({kind}): another loop has started to read this stream, so this loop"
+                f" cannot continue at sample {self.position} of epoch {self._epoch}: both would"
+                " change the same state_dict(). Create a dataset for each state, evaluation and"
+                " simulated rank, or copy.deepcopy(dataset) before it is read."
             )
             raise DataError(msg)
         with draws.seeded() as drawing:
@@ -192,15 +205,15 @@ class Opened:
                 return []
             except Exception as error:
                 error.add_note(
-                    f"This was raised by {kind} as sample {self.position} of epoch"
-                    f" {self._epoch} was read."
+                    f"{kind} raised this error when accelfn read sample {self.position} of epoch"
+                    f" {self._epoch}."
                 )
                 raise
         self.position += 1
         return [sample]
 
     def memory(self) -> Any:
-        """Return a copy of the stream's state."""
+        """Return a copy of the stream's state; None if it does not exist or is not complete."""
         if self._stateful is None or _is_lossy(self._dataset):
             return None
         return copy.deepcopy(self._stateful.state_dict())
@@ -209,7 +222,14 @@ class Opened:
 def _collate_spans(
     collate: Collate, samples: Sequence[Any], spans: Iterable[Span], low: int = 0
 ) -> list[Any]:
-    """Collate spans of samples that begin at `low`; an empty span takes a stand-in."""
+    """Return a collated micro-batch for each span of positions.
+
+    Args:
+        collate: the collate function.
+        samples: the samples at the positions from `low` on.
+        spans: the positions of each micro-batch. An empty span gets one sample as filler.
+        low: the position of the first sample.
+    """
     values: list[Any] = []
     for begin, stop in spans:
         at = min(begin - low, len(samples) - 1)
@@ -219,10 +239,10 @@ def _collate_spans(
 
 @attrs.frozen(eq=False)
 class Stream:
-    """A stream and how it is cut into updates.
+    """Cuts a stream into updates.
 
     Attributes:
-        data: the stream, with its batch size.
+        data: the data record, with the stream and the batch size.
         seed: the seed of random numbers.
     """
 
@@ -232,7 +252,7 @@ class Stream:
     def portions(
         self, plans: Sequence[Plan], start: Cursor, epochs: int | None
     ) -> Iterator[tuple[list[Portion], list[Any]]]:
-        """Yield, for every update, the portions of these plans, and the samples."""
+        """Yield the portion of each plan, and all samples, for each update."""
         while epochs is None or start.epoch < epochs:
             for low, samples, end, after in self._epoch(start):
                 span = (low, low + len(samples))
@@ -243,7 +263,7 @@ class Stream:
                 start = after
 
     def values(self, portion: Portion, samples: Sequence[Any]) -> list[Any]:
-        """Return a rank's collated micro-batches of an update with these samples."""
+        """Return the collated micro-batches of a portion, from all samples of the update."""
         collate = self.data.collate or default_collate
         return _collate_spans(collate, samples, portion.spans, portion.start.samples)
 
@@ -252,9 +272,13 @@ class Stream:
         return Opened(self.data.dataset, key, start, self.data.first)
 
     def _epoch(self, start: Cursor) -> Iterator[tuple[int, list[Any], int, Cursor]]:
-        """Yield each update's position, samples, end without repeats, and cursor."""
+        """Yield the updates of an epoch.
+
+        Each item has the position of the first sample, the samples (with repeats in a padded
+        batch), the end position without repeats, and the cursor after the update.
+        """
         size, drop = self.data.global_batch_size, self.data.remainder == "drop"
-        # read so far ahead that the last batch is known before it is yielded
+        # read ahead, to know whether a batch is the last one before it is yielded
         need = 2 * size if drop else size + 1
         source = self._open(start)
         low, samples, memories = start.samples, list[Any](), dict[int, Any]()
@@ -282,7 +306,10 @@ class Stream:
             low = end
 
     def _repeats(self, head: list[Any] | None, count: int, epoch: int) -> list[Any]:
-        """Return the first samples of the epoch, cyclically; read again after a resume."""
+        """Return samples to pad a batch with: the first samples of the epoch, cyclically.
+
+        After a resume, `head` is None, and the first samples are read again.
+        """
         if count and head is None:
             source = self._open(Cursor(epoch))
             head = []
@@ -294,24 +321,26 @@ class Stream:
         kind = type(self.data.dataset).__name__
         if start.samples:
             msg = (
-                f"{kind} ended where it was to continue, at sample {start.samples} of epoch"
-                f" {start.epoch}. Was it changed?"
+                f"{kind} has no more samples at sample {start.samples} of epoch {start.epoch},"
+                " where reading was to resume. Was the stream changed?"
             )
         elif count:
             msg = (
                 f'af.Data(global_batch_size={self.data.global_batch_size}, remainder="drop"):'
-                f" {kind} has {count} samples, so every batch would be dropped."
+                f" {kind} has {count} samples, so every batch would be dropped. Use a smaller"
+                " global_batch_size."
             )
         elif self.data.first:
             msg = (
-                f"{kind} gave no sample in epoch {start.epoch}: it is empty, or it was read to"
-                " its end before af.Data took it, and each epoch begins with that state. Give"
-                " a dataset that was not read: make it again."
+                f"{kind} yielded no sample in epoch {start.epoch}. It is empty, or had been read"
+                " to its end before you passed it to af.Data, and each epoch starts from that"
+                " state. Create the dataset again, and pass it before you read it."
             )
         else:
             msg = (
-                f"{kind} gave no sample in epoch {start.epoch}: it is empty, or it ends for"
-                " good, as an iterator does. Give an object whose __iter__ begins anew."
+                f"{kind} yielded no sample in epoch {start.epoch}. It is empty, or can be read"
+                " only once, like an iterator. Pass an object that starts from its first sample"
+                " at each call of __iter__."
             )
         raise DataError(msg)
 
@@ -319,12 +348,20 @@ class Stream:
 def _portion(
     plan: Plan, start: Cursor, after: Cursor, span: Span, num_own: int
 ) -> Portion:
-    """Return a rank's part of an update with samples at these positions."""
+    """Return the portion of an update for a plan's rank.
+
+    Args:
+        plan: the plan of the rank.
+        start: the cursor before the update.
+        after: the cursor after the update.
+        span: the positions of the update's samples.
+        num_own: the end position of the epoch; later positions are repeats of its start.
+    """
     spans = tuple(plan.parts(span))
     firsts = [min(begin, span[1] - 1) for begin, _ in spans]
     indices = tuple(
         np.arange(first, max(stop, first + 1))
-        % num_own  # repeats are the first samples
+        % num_own  # repeats are samples of the epoch's start
         for first, (_, stop) in zip(firsts, spans, strict=True)
     )
     return Portion(start, after, span[1] - span[0], spans, indices, num_own, key=0)
@@ -333,14 +370,14 @@ def _portion(
 def read_stream(
     stream: Stream, plan: Plan, start: Cursor, epochs: int | None
 ) -> Iterator[tuple[Portion, list[Any]]]:
-    """Read a rank's portions in this process."""
+    """Yield this rank's portions with their values, read in this process."""
     for (portion,), samples in stream.portions([plan], start, epochs):
         yield portion, stream.values(portion, samples)
 
 
 @attrs.frozen(eq=False, slots=False)
 class Share(IterableDataset[Any]):
-    """Every so many updates of a rank, which one of its workers reads."""
+    """The part of a rank's updates that one of its workers reads: every n-th update."""
 
     stream: Stream
     plan: Plan
@@ -348,7 +385,7 @@ class Share(IterableDataset[Any]):
     epochs: int | None
 
     def __iter__(self) -> Iterator[tuple[Portion, list[Any]]]:
-        """Read the whole stream, and collate this worker's updates."""
+        """Read the whole stream, and yield this worker's updates."""
         number, count = hide_worker_info()
         updates = self.stream.portions([self.plan], self.start, self.epochs)
         for i, ((portion,), samples) in enumerate(updates):
@@ -357,36 +394,36 @@ class Share(IterableDataset[Any]):
 
 
 def hide_worker_info() -> tuple[int, int]:
-    """Return this worker's number and the number of workers, and hide both from datasets.
+    """Return this worker's number and the number of workers, and hide both from the dataset.
 
-    A dataset that shards itself by torch's `get_worker_info()` then yields all its samples.
+    So a dataset that uses torch's `get_worker_info()` to split itself yields all samples.
     """
     info = get_worker_info()
     torch_worker._worker_info = None  # pyright: ignore[reportPrivateUsage]
     return (0, 1) if info is None else (info.id, info.num_workers)
 
 
-# Streams that give each rank different samples: read by torchdata, kept in step.
+# `sharded=True`: streams with different samples on each rank, which torchdata reads.
 #
-# Ranks may have different numbers of samples, and exchange the numbers at each update. A rank
-# that has no sample left takes part with filler until all ranks have ended.
+# Ranks may have different numbers of samples, so they exchange the numbers at each update. A
+# rank without a sample left continues with filler until all ranks have ended.
 
 
 class Counted(IterableDataset[Any]):
-    """A rank's stream in one worker, with a count of its samples.
+    """The stream of a rank in one worker, which counts its samples.
 
-    torchdata saves and restores it in each worker.
+    torchdata saves and restores its state in each worker.
     """
 
     def __init__(self, data: "Data", key: int, epoch: int) -> None:
-        """Take the stream and the key of its random numbers."""
+        """Initialize with the data record, the key of random numbers, and the epoch."""
         self._data, self._key, self._epoch = data, key, epoch
         self._start: tuple[int, Any] = (0, None)
         self._opened: Opened | None = None
         self._ended = False
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the rest of one epoch's samples."""
+        """Yield the samples of the epoch that were not read yet."""
         if self._ended:
             return
         info, dataset = get_worker_info(), self._data.dataset
@@ -402,20 +439,20 @@ class Counted(IterableDataset[Any]):
         while not self._ended:
             samples = source.read()
             self._ended = not samples
-            if info is None:  # each of several workers may have a part
+            if info is None:  # with workers, each may have only a part of the samples
                 count = source.position
                 check_promise(dataset, count, self._epoch, ended=self._ended)
             yield from samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current place."""
+        """Return the current position, with the stream's state."""
         count, memory = self._start[0], copy.deepcopy(self._start[1])
         if self._opened is not None:
             count, memory = self._opened.position, self._opened.memory()
         return {"count": count, "memory": memory, "ended": self._ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a place at the next `iter`."""
+        """Let the next `iter` continue from a position."""
         self._start, self._opened = (state["count"], state["memory"]), None
         self._ended = state["ended"]
 
@@ -423,20 +460,20 @@ class Counted(IterableDataset[Any]):
 def _collate_share(
     collate: Collate, num_parts: int, samples: list[Any]
 ) -> tuple[int, list[Any]]:
-    """Return the number of samples of a share, and its collated micro-batches."""
+    """Return the number of samples in a share, and its collated micro-batches."""
     spans = [even_part((0, len(samples)), i, num_parts) for i in range(num_parts)]
     return len(samples), _collate_spans(collate, samples, spans)
 
 
 @attrs.frozen(eq=False)
 class Sharded:
-    """A rank's own stream.
+    """Reads the own stream of a rank, in step with the other ranks.
 
     Attributes:
-        data: the stream, and how to read it.
+        data: the data record, with the stream.
         seed: the seed of random numbers.
         ranks: the ranks that stay in step.
-        place: the rank and update of the first batch, for errors.
+        place: the rank, and the update of the first batch, for errors.
     """
 
     data: "Data"
@@ -447,7 +484,7 @@ class Sharded:
     def portions(
         self, plan: Plan, start: Cursor, epochs: int | None
     ) -> Iterator[tuple[Portion, list[Any]]]:
-        """Yield this rank's part of every update."""
+        """Yield this rank's portion of each update, with its values."""
         update = self.place.update
         while epochs is None or start.epoch < epochs:
             for portion, values in self._epoch(plan, start, update):
@@ -474,7 +511,7 @@ class Sharded:
                 count, values = item
                 memory = self._memory(loader)
                 item = next(items, None)
-            elif not values and cursor.samples:  # resumed at the end of its samples
+            elif not values and cursor.samples:  # resumed after this rank's last sample
                 first = Opened(
                     self.data.dataset,
                     self._key(start.epoch),
@@ -494,7 +531,9 @@ class Sharded:
             indices = tuple(np.arange(i, max(j, i + 1)) for i, j in spans)
             if count:
                 last_indices = indices
-            indices = last_indices or indices  # a stand-in is the last batch
+            indices = (
+                last_indices or indices
+            )  # a rank that has ended repeats its last batch
             micro_plan = Plan(num_micro_batches=num_parts)
             shares = [micro_plan.counts(n)[0] for n in counts]
             num_own = low + count
@@ -507,7 +546,7 @@ class Sharded:
             cursor = after
 
     def _items(self, loader: Any, start: Cursor, update: int) -> Iterator[Any]:
-        """Yield the loader's items."""
+        """Yield the items of a loader; explain errors of its workers."""
         if not self.data.num_workers:
             yield from loader
             return
@@ -515,7 +554,7 @@ class Sharded:
 
         def due() -> tuple[int, str]:
             stream = f"rank {self.ranks.rank}'s own stream, in epoch {start.epoch}"
-            return num_read, f"Being read was {stream}."
+            return num_read, f"The workers were reading {stream}."
 
         items = watch_workers(
             loader,
@@ -527,7 +566,7 @@ class Sharded:
             yield item
 
     def _loader(self, share: int, collate: Collate, start: Cursor) -> Any:
-        # costs as much to import as all of accelfn
+        # the import takes as long as that of all of accelfn
         from torchdata.stateful_dataloader import (  # noqa: PLC0415
             StatefulDataLoader,
         )
@@ -549,8 +588,9 @@ class Sharded:
             before = start.memory["num_workers"]
             if before != num_workers:
                 msg = (
-                    f"This stream was read by {before} workers a rank, each of a different part,"
-                    f" and cannot resume with {num_workers}."
+                    f"Before the resume, {before} workers per rank read this stream, each a"
+                    f" different part. It cannot resume with {num_workers} workers. Write"
+                    f" af.Data(..., num_workers={before})."
                 )
                 raise DataError(msg)
             loader.load_state_dict(copy.deepcopy(start.memory["loader"]))
@@ -564,7 +604,7 @@ class Sharded:
         return {"num_workers": self.data.num_workers, "loader": state}
 
     def _gather_counts(self, count: int, *, has_more: bool) -> tuple[list[int], bool]:
-        """Return the number of samples of each rank, and whether any rank has more."""
+        """Return the number of samples of each rank, and whether any rank has more samples."""
         own_counts = torch.tensor([count, has_more], device=self.ranks.device)
         rows = [
             t.tolist()
@@ -576,17 +616,17 @@ class Sharded:
         if cursor.samples or all(counts):
             return
         msg = (
-            f"af.Data(sharded=True): rank {counts.index(0)} of {self.ranks.size} got no sample"
-            f" in epoch {cursor.epoch}, and so has no stand-in to take part with. Samples by"
-            f" rank in the first update: {counts}."
+            f"af.Data(sharded=True): rank {counts.index(0)} of {self.ranks.size} has no sample"
+            f" in epoch {cursor.epoch}, but every rank needs at least one. Samples of each rank"
+            f" in the first update: {counts}."
         )
         raise DataError(msg)
 
 
-# Dispatch: rank 0 reads a stream for all ranks, and sends each rank its share.
+# `dispatch=True`: rank 0 reads a stream for all ranks, and sends each rank its share.
 #
-# For streams that only one process can read: a socket, a queue, a database's cursor.
-# Tensors and plain data travel; nothing is pickled.
+# Only one process can read some streams, such as a socket, a queue or a database's cursor.
+# Samples can have tensors and plain data, because nothing is pickled.
 
 
 _LABEL = "dispatch of data"
@@ -595,12 +635,14 @@ _LABEL = "dispatch of data"
 def read_dispatched(
     stream: Stream, plan: Plan, start: Cursor, epochs: int | None, world: World
 ) -> Iterator[tuple[Portion, list[Any]]]:
-    """Yield this rank's portions, which rank 0 reads for all ranks.
+    """Yield this rank's portions with their values, which rank 0 reads for all ranks.
 
-    Ranks that share a batch, along "cp" and "tp", get it from the first of them.
+    Ranks along "cp" and "tp" share a batch. The first of them receives it, and sends it to the
+    others.
 
     Raises:
-        DataError: on every rank, if rank 0 could not read.
+        DataError: on all ranks except rank 0, if rank 0 could not read. Rank 0 raises its own
+            error.
     """
     ranks, sharers = world.batch, world.along("cp", "tp")
     updates = None
@@ -616,7 +658,7 @@ def read_dispatched(
                     codec.to_bytes(_encode_portion(part, stream.values(part, samples)))
                     for part in cuts
                 ]
-            except Exception as error:  # noqa: BLE001 - the other ranks must know
+            except Exception as error:  # noqa: BLE001 - reported to the other ranks
                 failure = error
                 text = f"{type(error).__name__}: {error}"
                 payloads = [codec.to_bytes({"failed": text})] * ranks.size
@@ -627,7 +669,9 @@ def read_dispatched(
         if failure is not None:
             raise failure
         if "failed" in batch:
-            msg = f"Rank 0, which reads for all, could not: {batch['failed']}"
+            msg = (
+                f"Rank 0, which reads the data for all ranks, failed: {batch['failed']}"
+            )
             raise DataError(msg)
         values = batch.pop("values")
         portion = _decode_portion(batch)
@@ -659,7 +703,7 @@ def _decode_portion(fields: dict[str, Any]) -> Portion:
     )
 
 
-# `join_uneven`: streams of unequal length, one per rank, without a rank that waits forever.
+# `join_uneven`: each rank has its own batches, of unequal number, and no rank waits forever.
 
 
 _ENDS = ("last", "first", "together")
@@ -671,31 +715,32 @@ def join_uneven(
     *,
     ends: Literal["last", "first", "together"] = "last",
 ) -> Iterator[Batch]:
-    """Yield this rank's own batches, the same number on every rank.
+    """Yield this rank's own batches, but the same number of batches on every rank.
 
-    Use it if each rank reads its own samples: a step over `af.batches` needs no lockstep. You
-    can give the batches to a step, which does not move the state's cursor. A list is a rank's
-    micro-batches, but a list from a DataLoader is one batch.
+    Use this function if each rank reads its own samples. (You do not need it with `af.batches`.)
+    You can pass the batches to a step, which then does not move the state's cursor. A list is
+    read as the micro-batches of one batch. A list from a DataLoader is one micro-batch.
 
     Args:
-        iterable: this rank's batches; ranks may have different numbers of batches.
-        world: the ranks that go together; ranks that share a batch ("cp", "tp") give the same.
-        ends: "last": when all ranks have ended; a rank that has ended takes part with its last
-            batch, with weight 0. "first": as soon as one rank has ended. "together": all
-            ranks must end at once.
+        iterable: this rank's batches. Ranks may have different numbers of batches.
+        world: the ranks that stay in step. Ranks that share a batch, along "cp" and "tp", must
+            pass equal batches.
+        ends: when to end. "last": when all ranks have no batch left. Until then, a rank without
+            a batch repeats its last batch with weight 0. "first": as soon as one rank has no
+            batch left. "together": all ranks must have the same number of batches.
 
     Yields:
-        Batches; `weights` of 0 mark batches that do not count.
+        Batches. If the `weights` of a batch are 0, the batch does not count.
 
-    Law: with "last", the mean is over the samples of all ranks.
+    Law: with "last", means are over the samples of all ranks.
 
-    Cost: one all-gather of an integer for each batch; with "last", the last batch is kept.
+    Cost: an all-gather of an integer for each batch. With "last", each rank keeps its last batch.
 
     Raises:
-        DataError: ranks ended at different batches, and `ends="together"`; or a rank has no
-            batch at all as a stand-in, and `ends="last"`.
+        DataError: with `ends="together"`, ranks have different numbers of batches. With
+            `ends="last"`, a rank has no batch to repeat.
         BatchError: a list of micro-batches is empty.
-        ArgumentError: `ends` is another word, or you cannot iterate over the first argument.
+        ArgumentError: `ends` is not one of these words, or `iterable` is not an iterable.
     """
     if ends not in _ENDS:
         choices = ", ".join(map(repr, _ENDS))
@@ -704,13 +749,13 @@ def join_uneven(
     check_world("af.join_uneven", world)
     if not isinstance(iterable, Iterable):
         msg = (
-            f"af.join_uneven({type(iterable).__name__}): expected this rank's batches, as an"
-            " iterable; an empty list if it has no batch."
+            f"af.join_uneven({type(iterable).__name__}): expected an iterable of this rank's"
+            " batches. Pass an empty list if the rank has no batch."
         )
         raise ArgumentError(msg)
     batches = iter(iterable)
     if isinstance(iterable, DataLoader):
-        # a loader makes a list of samples that are tuples
+        # a loader collates samples that are tuples to a list, which is not of micro-batches
         batches = ([batch] for batch in batches)
     return _equal_batches(batches, world.batch, ends)
 
@@ -729,21 +774,22 @@ def _equal_batches(items: Iterator[Any], ranks: World, ends: str) -> Iterator[Ba
         without = [rank for rank, has_batch in enumerate(flags) if not has_batch]
         if without and ends == "together":
             msg = (
-                f"af.join_uneven: rank {without[0]} ran out at batch {number}, others have"
-                f" {number + 1} or more. Give every rank as many, or choose what to do with"
-                ' the rest by ends="last" or ends="first".'
+                f"af.join_uneven: rank {without[0]} has {number} batches, but other ranks have"
+                f" {number + 1} or more. Give all ranks the same number of batches, or pass"
+                ' ends="last" or ends="first".'
             )
             raise DataError(msg)
         if without and number == 0:
             msg = (
-                f"af.join_uneven: rank {without[0]} of {ranks.size} has no batch, and so no"
-                ' stand-in with weight 0. Give it a batch, or ends="first".'
+                f"af.join_uneven: rank {without[0]} of {ranks.size} has no batch, so it cannot"
+                " repeat its last batch, with weight 0, while other ranks have more. Give it a"
+                ' batch, or pass ends="first".'
             )
             raise DataError(msg)
         if isinstance(last, list) and not last:
             msg = (
-                f"af.join_uneven: batch {number} of rank {ranks.rank} is an empty list; a list is"
-                " a rank's micro-batches, at least one. Leave the batch out."
+                f"af.join_uneven: batch {number} of rank {ranks.rank} is an empty list, but a list"
+                " must have at least one micro-batch. Leave out this batch."
             )
             raise BatchError(msg)
         yield _lockstep_batch(last, flags, ranks.rank)
