@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models and optimizers as definitions, without their tensors."""
+"""Models and optimizers without their tensors, and the initialization of models."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw a model module by module, so that no rank ever holds the full model.
+"""Initialize a model module by module, so that no rank ever has the full model in memory.
 
 The factory runs with its parameters on the meta device. Then accelfn creates the parameters of
-one module, draws them by its `reset_parameters`, keeps the shards, and frees the parameters
-before the next module. Each module draws from a generator with the module's name, so its values
-do not depend on earlier draws.
+one module, calls its `reset_parameters`, keeps this rank's shards, and frees the parameters
+before the next module. The random generator is seeded for each module by the module's name, so
+the values do not depend on other modules.
 """
 
 import math
@@ -42,17 +42,17 @@ from accelfn.model.model import (
 
 # pyright: reportPrivateUsage=false
 
-# Operations on tensors without values, with their numbers.
+# Record the operations on parameters without values.
 #
-# A factory that runs with its parameters on the meta device leaves no values. The operations on
-# each parameter show how the factory would set it: as the module's `reset_parameters` does, or
-# otherwise, for example from a file.
+# A factory that runs with its parameters on the meta device leaves no values. But the recorded
+# operations show how it would set each parameter: in the same way as the module's
+# `reset_parameters`, or in another way, for example from a file.
 
 
 Act: TypeAlias = tuple[Any, ...]
-"""An operation, and its numeric arguments."""
+"""An operation and its numeric arguments."""
 
-# torch has no public function for the identity of a storage without memory
+# torch has no public function that identifies a storage without memory
 
 _aten: Any = torch.ops.aten
 _EMPTY = {
@@ -62,27 +62,29 @@ _EMPTY = {
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }
-_PAD = _aten.constant_pad_nd.default  # Transformers pads tied biases, mostly by 0 rows
+_PAD = (
+    _aten.constant_pad_nd.default
+)  # Transformers pads the biases of tied layers, mostly by 0 rows
 _COPIES = {_aten.clone.default, _aten._to_copy.default}
 _IS_META = cast("Any", torch.Tensor.is_meta).__get__
 _VALUES = "<values>"
 _FULL = "<full of>"
-_CAST = 1e-2  # a conversion between dtypes may have rounded a number
+_CAST = 1e-2  # the tolerance for numbers that a conversion between dtypes has rounded
 
 
 @contextmanager
 def record_operations() -> Generator["OperationRecord"]:
-    """Record all operations on meta tensors inside of a `with` block."""
+    """Record all operations on meta tensors in a `with` block."""
     acts = OperationRecord()
     with _Looks(acts), acts:
         yield acts
 
 
 class OperationRecord(TorchDispatchMode):
-    """Records the operations that write into meta tensors.
+    """Records the operations that write to meta tensors.
 
-    The storage identifies a tensor, because views share it. Recorded storages stay alive, so
-    that no other tensor gets the same identity. On the meta device this costs no memory.
+    A tensor is identified by its storage, because views share the storage. The record keeps the
+    storages alive, so that no other tensor gets the same id. On meta they need no memory.
     """
 
     def __init__(self) -> None:
@@ -93,11 +95,14 @@ class OperationRecord(TorchDispatchMode):
         self._alive: dict[int, torch.UntypedStorage] = {}
 
     def on(self, tensor: torch.Tensor) -> tuple[Act, ...]:
-        """Return the operations on a tensor, in order."""
+        """Return the operations that have written to a tensor, in order."""
         return tuple(self._acts.get(_memory(tensor), ()))
 
     def begins(self, original: nn.Parameter, param: nn.Parameter) -> None:
-        """Record the initial values of a parameter before it moves to the meta device."""
+        """Record the initial values of a parameter before it moves to the meta device.
+
+        The record only shows whether the values are unset, one number everywhere, or others.
+        """
         place = _memory(original)
         acts: list[Act] = []
         if place not in self._unwritten and original.numel():
@@ -109,13 +114,13 @@ class OperationRecord(TorchDispatchMode):
         self._note(param, acts)
 
     def leaves(self, tensor: torch.Tensor, act: Act) -> None:
-        """Record an operation that skipped a tensor because it is on the meta device."""
+        """Add an operation to the record of a tensor."""
         self._note(tensor, [*self.on(tensor), act])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Call the operation, and record it."""
+        """Call a torch operation, and record it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         act = (str(func), *_numbers(args), *_numbers(kwargs.values()))
@@ -153,9 +158,9 @@ class OperationRecord(TorchDispatchMode):
 
 
 class _Looks(TorchFunctionMode):
-    """Records the functions of torch.nn.init that skip meta tensors.
+    """Records the functions of torch.nn.init that do nothing for meta tensors.
 
-    `trunc_normal_`, `orthogonal_`, `dirac_` and `sparse_` skip them, and only read `is_meta`.
+    `trunc_normal_`, `orthogonal_`, `dirac_` and `sparse_` only read `is_meta` of such a tensor.
     """
 
     def __init__(self, acts: OperationRecord) -> None:
@@ -165,7 +170,7 @@ class _Looks(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Call the function, and record a reader of `is_meta`."""
+        """Call a function; if torch.nn.init reads `is_meta`, record its calling function."""
         if func == _IS_META and args[0].is_meta:
             asking = sys._getframe(1)
             code = asking.f_code
@@ -177,11 +182,15 @@ class _Looks(TorchFunctionMode):
 
 
 def sets_alike(setting: Sequence[Act], acts: Sequence[Act]) -> bool:
-    """Return whether an initializer sets a parameter as its factory did.
+    """Return whether an initializer sets a parameter in the same way as the factory.
 
-    It does if the factory did nothing, or ended with the same operations. Copies of existing
-    values, as from a file, do not show their source. If the factory copied more often, it
-    copied from elsewhere.
+    The result is true if the factory wrote nothing, or if its last operations are those of the
+    initializer. An operation that copies values, for example from a file, does not show where
+    the values are from. So the factory must not have more such copies than the initializer.
+
+    Args:
+        setting: the operations of the initializer on the parameter.
+        acts: the operations of the factory on the parameter.
     """
     if not setting or not acts or is_full(acts):
         return bool(setting)
@@ -192,12 +201,12 @@ def sets_alike(setting: Sequence[Act], acts: Sequence[Act]) -> bool:
 
 
 def is_full(acts: Sequence[Act]) -> bool:
-    """Return whether a parameter began with one number everywhere, without operations."""
+    """Return whether a parameter was created with the same number everywhere, and not changed."""
     return len(acts) == 1 and acts[0][0] == _FULL
 
 
 def is_as_made(tensor: torch.Tensor, acts: Sequence[Act]) -> bool:
-    """Return whether values equal a parameter's initial values, as far as these are known."""
+    """Return whether values are equal to those that the factory gave, if these are known."""
     if not is_full(acts) or tensor.is_complex():
         return True
     ends = (float(end) for end in tensor.aminmax())
@@ -229,7 +238,7 @@ def _written_tensors(
 
 
 def _numbers(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the numeric arguments of an operation, without values in tensors."""
+    """Yield the numeric arguments of an operation; a placeholder replaces values of tensors."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if not value.is_meta:
@@ -240,22 +249,23 @@ def _numbers(values: Iterable[Any]) -> Iterator[Any]:
             yield value
 
 
-# torch has no public access to a module's own parameters without those of its submodules
+# torch has no public function for the parameters that are directly in a module
 
 Keep: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
 _Ways: TypeAlias = list[tuple[str, Callable[[], object]]]
 _CPU = torch.device("cpu")
-_WHOLE = 'or init="whole", which draws the model as its factory does, on each rank'
+_WHOLE = 'or pass init="whole", which runs the full factory on each rank'
 
 
 @attrs.frozen(eq=False)
 class MetaModel:
-    """A model whose parameters have no values.
+    """A model with parameters that have no values.
 
     Attributes:
-        module: the module with parameters on the meta device, and real buffers.
-        acts: by parameter name, the operations of the factory.
-        places: by parameter name, the modules with the parameter, and its name in each.
+        module: the module. Its parameters are on the meta device, its buffers are real.
+        acts: for each parameter name, the operations of the factory on the parameter.
+        places: for each parameter name, the modules that have the parameter, and the name of
+            the attribute in each.
     """
 
     module: nn.Module
@@ -263,32 +273,30 @@ class MetaModel:
     places: Mapping[str, list[tuple[nn.Module, str]]]
 
     def put(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Replace parameters of the module by name."""
+        """Replace parameters of the model, by name."""
         for name, param in params.items():
             for module, key in self.places[name]:
                 module._parameters[key] = cast("nn.Parameter", param)
 
 
 def build_on_meta(source: ModelSource, *, seed: int, name: str) -> MetaModel:
-    """Return the model of a factory, with its parameters on the meta device.
+    """Run a factory with its parameters on the meta device, and return the model.
 
     Raises:
-        ModelError: the source is not a factory, needs values of parameters, or returns earlier
-            parameters; or the model cannot be trained.
+        ModelError: the source is not a factory, reads values of parameters, or returns
+            parameters that existed before. Or the model cannot be trained.
     """
     if isinstance(source, nn.Module):
         msg = (
-            f'TrainState.create(model={type(source).__name__}(...), init="shard"): the model'
-            " is there already, and whole. Give a factory, such as"
-            f' functools.partial({type(source).__name__}, ...), or write init="whole".'
+            f'TrainState.create(model={type(source).__name__}(...), init="shard"): the full model'
+            " exists already. Pass a factory, such as"
+            f' functools.partial({type(source).__name__}, ...), or pass init="whole".'
         )
         raise ModelError(msg)
     check_factory(source)
     with draws.seeded(draws.key(seed, name, "init"), _CPU):
-        asks = (
-            f"the factory {source!r} asks for values of parameters, which have none yet"
-        )
-        advice = "Write reset_parameters() for what sets them"
+        asks = f"the factory {source!r} reads values of parameters, which have no values yet"
+        advice = "Set the parameters in a method reset_parameters() of their module"
         with (
             _explain_meta(asks, advice),
             record_operations() as acts,
@@ -300,9 +308,9 @@ def build_on_meta(source: ModelSource, *, seed: int, name: str) -> MetaModel:
     for path, param in module.named_parameters():
         if not param.is_meta:
             msg = (
-                f'TrainState.create(init="shard"): {path!r} of {type(module).__name__} has'
-                " values from before the factory ran, or is a copy of such. Let the factory"
-                ' make all modules anew, or write init="whole".'
+                f'TrainState.create(init="shard"): {path!r} of {type(module).__name__} existed'
+                " before the factory ran, or is a copy of such a parameter. Let the factory"
+                ' create all modules, or pass init="whole".'
             )
             raise ModelError(msg)
     params = dict(module.named_parameters())
@@ -314,20 +322,20 @@ def build_on_meta(source: ModelSource, *, seed: int, name: str) -> MetaModel:
 def draw_params(
     model: MetaModel, keep: Keep, *, seed: int, name: str
 ) -> dict[str, torch.Tensor]:
-    """Return the kept part of each parameter, in the module's order.
+    """Initialize each parameter, and return the part of it that this rank keeps.
 
-    Submodules come before the modules around them. The module of a parameter draws it. If that
-    module would not set it as the factory did, the nearest enclosing module draws it, as
-    attention sets the bias of its layer.
+    The module that has a parameter initializes it. If that module would set it in another way
+    than the factory, the nearest enclosing module that fits initializes it. For example, an
+    attention module sets the bias of its layer. Inner modules come before outer modules.
 
     Args:
-        model: the model; it stays without values.
+        model: the model, which remains without values.
         keep: a function of a parameter's name and values that returns the part to keep.
-        seed: the seed of the draws.
+        seed: the seed of the random numbers.
         name: the name of the state.
 
     Raises:
-        ModelError: no initializer sets a parameter as the factory did.
+        ModelError: no module sets a parameter in the same way as the factory.
     """
     params: dict[str, torch.Tensor] = {}
     names_of: dict[int, list[str]] = defaultdict(list)
@@ -340,8 +348,10 @@ def draw_params(
             due = drawing.due(where)
             if not due:
                 break
-            asks = f"{call} asks for values that are not there while it draws"
-            with _explain_meta(asks, "Let it set parameters of its own module alone"):
+            asks = (
+                f"{call} reads values that do not exist while it initializes parameters"
+            )
+            with _explain_meta(asks, "Let it set only parameters of its own module"):
                 drawing.by(init, call, due, draws.key(seed, name, "init", where))
     for lacking, why in drawing.pending.items():
         _refuse(model, lacking, why, len(drawing.pending))
@@ -350,7 +360,7 @@ def draw_params(
 
 @attrs.frozen(eq=False)
 class _Drawing:
-    """The progress: the kept parts, and why other parameters are not drawn yet."""
+    """The progress of `draw_params`: what is kept, and which parameters are pending, and why."""
 
     bare: MetaModel
     keep: Keep
@@ -358,14 +368,21 @@ class _Drawing:
     pending: dict[str, str]
 
     def due(self, where: str) -> list[str]:
-        """Return the names of the undrawn parameters in a module."""
+        """Return the names of the parameters in a module that are not initialized yet."""
         begin = f"{where}." if where else ""
         return [name for name in self.pending if name.startswith(begin)]
 
     def by(
         self, init: Callable[[], object], call: str, due: Collection[str], key: int
     ) -> None:
-        """Draw the parameters that a function sets as the factory did."""
+        """Initialize the parameters that a function sets in the same way as the factory.
+
+        Args:
+            init: the function, such as a module's `reset_parameters`.
+            call: the name of the function in errors.
+            due: the names of the parameters that are not initialized yet.
+            key: the key of the random numbers.
+        """
         metas = {name: _at(self.bare.places[name][0]) for name in due}
         with draws.seeded(key, _CPU), torch.no_grad(), record_operations() as acts:
             init()
@@ -391,7 +408,7 @@ class _Drawing:
         for name in matches:
             values = blanks.pop(name).detach()
             if _is_unset(values):
-                self.pending[name] = f"{call} leaves unset, or without a number"
+                self.pending[name] = f"{call} does not set, or sets to NaN"
             elif is_as_made(values, self.bare.acts[name]):
                 del self.pending[name]
                 self.kept[name] = self.keep(name, values)
@@ -408,7 +425,10 @@ class _Drawing:
 
 
 def _initializers(root: nn.Module, where: str, module: nn.Module) -> _Ways:
-    """Return a module's initializers, Transformers' before torch's."""
+    """Return the functions that initialize a module, with their names for errors.
+
+    `_init_weights` of Transformers comes before torch's `reset_parameters`.
+    """
     kind, inits = type(module).__name__, cast("_Ways", [])
     for parent in _enclosing_modules(root, where):
         convention: Any = getattr(parent, "_init_weights", None)
@@ -416,7 +436,7 @@ def _initializers(root: nn.Module, where: str, module: nn.Module) -> _Ways:
             call = f"{type(parent).__name__}._init_weights({kind})"
             inits.append((call, partial(convention, module)))
             break
-    # attention's has the other name
+    # torch's MultiheadAttention has the second name
     for name in ("reset_parameters", "_reset_parameters"):
         method: Any = getattr(module, name, None)
         if callable(method) and call_mismatch(method) is None:
@@ -425,7 +445,7 @@ def _initializers(root: nn.Module, where: str, module: nn.Module) -> _Ways:
 
 
 def _enclosing_modules(root: nn.Module, where: str) -> Iterator[nn.Module]:
-    """Yield a module and its enclosing modules, from the inside."""
+    """Yield a module and the modules that contain it, from the inside to the outside."""
     names = where.split(".") if where else []
     for count in range(len(names), -1, -1):
         yield root.get_submodule(".".join(names[:count]))
@@ -447,7 +467,7 @@ def _at(place: tuple[nn.Module, str]) -> nn.Parameter:
 
 
 def _unset(meta: torch.Tensor) -> nn.Parameter:
-    """Return a parameter of NaN, or of 0 if its dtype has no NaN."""
+    """Return a parameter filled with NaN, or with 0 if its dtype has no NaN."""
     values = torch.empty_like(meta, device="cpu").detach()
     has_nan = values.is_floating_point() or values.is_complex()
     values.fill_(torch.nan if has_nan else 0)
@@ -455,7 +475,7 @@ def _unset(meta: torch.Tensor) -> nn.Parameter:
 
 
 def _is_unset(values: torch.Tensor) -> bool:
-    """Return whether an element is NaN, without a tensor of the same size."""
+    """Return whether any element is NaN, without allocating a tensor of the same size."""
     plain = torch.view_as_real(values) if values.is_complex() else values
     if not plain.is_floating_point() or not plain.numel():
         return False
@@ -465,7 +485,12 @@ def _is_unset(values: torch.Tensor) -> bool:
 
 @contextmanager
 def _explain_meta(asks: str, advice: str) -> Generator[None]:
-    """Raise a `ModelError` for an error of torch about tensors without values."""
+    """Turn an error of torch about tensors without values in a `with` block into a `ModelError`.
+
+    Args:
+        asks: who reads which values, in words for the message.
+        advice: what to change.
+    """
     try:
         yield
     except (RuntimeError, TypeError, NotImplementedError) as error:
@@ -478,21 +503,21 @@ def _explain_meta(asks: str, advice: str) -> Generator[None]:
 
 def _why(call: str, setting: Collection[Act]) -> str:
     if not setting:
-        return f"{call} leaves unset, or without a number"
-    return f"the factory set otherwise than {call}, as by loading it"
+        return f"{call} does not set, or sets to NaN"
+    return f"the factory sets otherwise than {call}, for example by loading it"
 
 
 def _refuse(model: MetaModel, name: str, why: str, count: int) -> NoReturn:
     module, key = model.places[name][0]
     kind, where = type(module).__name__, name.rpartition(".")[0]
     subject = f"the module {where!r}, a {kind}," if where else f"the model, a {kind},"
-    more = f" ({count - 1} more parameters are like it.)" if count > 1 else ""
-    reason = why or f"nothing sets, for {kind} has no reset_parameters()"
+    more = f" ({count - 1} more parameters have such a problem.)" if count > 1 else ""
+    reason = why or f"nothing sets, because {kind} has no method reset_parameters()"
     theirs = type(module).__module__.startswith("torch.")
     setter = "the module around it" if theirs else kind
     msg = (
-        f'TrainState.create(init="shard"): {subject} has a parameter {key!r} which {reason}.'
-        f"{more} Give {setter} a method reset_parameters() that sets it, and which __init__"
-        f" calls, {_WHOLE}."
+        f'TrainState.create(init="shard"): {subject} has a parameter {key!r} that {reason}.'
+        f"{more} Add a method reset_parameters() to {setter} that sets the parameter, and call"
+        f" it in __init__, {_WHOLE}."
     )
     raise ModelError(msg)

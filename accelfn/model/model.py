@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model's structure without its tensors, and copies of it around given tensors.
+"""A state's model: its structure without tensors, and copies of it with a state's tensors.
 
-A `Skeleton` is the module with every parameter and buffer on the meta device. `build`
-copies that structure around tensors of a state, without copying the tensors.
+A `Skeleton` is the module with all parameters and buffers on the meta device. Its method
+`build` returns a copy of the module that uses the tensors of a state, without copying them.
 """
 
 import copy
@@ -28,41 +28,41 @@ from accelfn.base.arguments import call_mismatch
 from accelfn.base.tree import is_wrapper
 from accelfn.errors import Error, ModelError, OptimizerError, StateError
 
-# Sealing a model or optimizer after a state has taken ownership.
+# Seal a model or optimizer after a state has taken ownership of it: every use raises an error.
 #
-# A state trains copies around the tensors of the user's object. The object would follow until
-# a load replaces the state's tensors, and never again. Hooks, modes and rates set on it would
-# have no effect. So every use of it raises. Its class is replaced and its contents are
-# dropped, so it keeps no tensor alive.
+# A state trains copies of the user's object that use its tensors. The object itself would show
+# the training until a load replaces the state's tensors, but not afterwards. Hooks, modes and
+# learning rates that the user sets on it would have no effect. So its class is replaced by one
+# that raises errors. Its attributes are removed, so that it keeps no tensor in memory.
 
 
 _NOTE = "__accelfn_given__"
 _NEW_MODEL = (
-    "Give a factory that makes new modules at each call (not a partial over modules), or"
-    " copy.deepcopy(model) before the first."
+    "Pass a factory that creates new modules at each call (not a partial with modules as"
+    " arguments), or pass copy.deepcopy(model) to the first TrainState.create."
 )
 
 
 def seal_optimizer(source: object, state: str) -> None:
-    """Seal an optimizer that a state has copied; a factory stays usable."""
+    """Seal an optimizer that a state has copied; do nothing for a factory."""
     if isinstance(source, Optimizer):
         _seal(source, _GivenOptimizer, state)
 
 
 def refuse_given(module: nn.Module) -> None:
-    """Raise if a model, or a part of it, belongs to another state.
+    """Check that no state has taken ownership of a model or of one of its submodules.
 
     Raises:
-        ModelError: a part belongs to another state.
+        ModelError: a state has taken ownership.
     """
     waiting = [module]
     while waiting:
         part = waiting.pop()
         if type(part) is _GivenModel:
             kind, state = _note(part)
-            subject = "It" if part is module else f"Its {kind}"
+            subject = "it" if part is module else f"its submodule, a {kind},"
             name = kind if part is module else type(module).__name__
-            msg = f"model={name}: {subject} is another state's already, {state!r}. {_NEW_MODEL}"
+            msg = f"model={name}: {subject} already belongs to the state {state!r}. {_NEW_MODEL}"
             raise ModelError(msg)
         waiting += part.children()
 
@@ -85,28 +85,33 @@ def _note(instance: object) -> tuple[str, str]:
 def _model_error(instance: object, name: str) -> ModelError:
     kind, state = _note(instance)
     return ModelError(
-        f"{kind}.{name}: this {kind} was given to TrainState.create, and its tensors belong to"
-        f" the state {state!r}. Write `with af.borrow_model(state) as model:` for a module,"
+        f"{kind}.{name}: you passed this {kind} to TrainState.create, and its tensors now belong"
+        f" to the state {state!r}. Write `with af.borrow_model(state) as model:` for a module,"
         " af.full_params(state) for the weights, or af.export_model(state, path) for files."
         " Set modes, hooks and requires_grad_ before create, or use state.with_trainable. To"
-        " keep a model of your own, pass copy.deepcopy(model)."
+        " keep your model, pass copy.deepcopy(model) to create."
     )
 
 
 def _optimizer_error(instance: object, name: str) -> OptimizerError:
     kind, state = _note(instance)
     return OptimizerError(
-        f"{kind}.{name}: this {kind} was given to TrainState.create, and the state"
-        f" {state!r} has its options and its own state. Step it by af.make_step, read"
-        " state.lrs and state.opt_state, and set rates by schedule= or a transform's hyper."
+        f"{kind}.{name}: you passed this {kind} to TrainState.create, and the state {state!r}"
+        " has a copy of it. Use af.make_step for updates, read state.lrs and state.opt_state,"
+        " and choose learning rates with schedule= or with the method hyper of a transform."
     )
 
 
 def _seal_class(base: type, error: Callable[[object, str], Error]) -> type[Any]:
-    """Create the class of an object after a state has taken ownership; every use raises."""
+    """Create the class of sealed objects, which raises an error at every use.
+
+    Args:
+        base: the class that the new class inherits from, for `isinstance`.
+        error: returns the error for a sealed object and the name that was used.
+    """
 
     def read(self: object, name: str) -> Any:
-        if name.startswith("__") and name.endswith("__"):  # Python's own
+        if name.startswith("__") and name.endswith("__"):  # a name that Python uses
             return object.__getattribute__(self, name)
         raise error(self, name)
 
@@ -138,22 +143,23 @@ _GivenModel = _seal_class(nn.Module, _model_error)
 _GivenOptimizer = _seal_class(Optimizer, _optimizer_error)
 
 
-# Different parameters of a model that share memory.
+# Reject models with different parameters that share memory.
 #
-# In a plain loop an update of either changes both. A state keeps each tensor by name. A copied
-# or loaded state would have separate tensors, and would train differently.
+# In a plain PyTorch loop, an update of one parameter also changes the other. But a state keeps
+# each tensor by name. So a copied or loaded state would have separate tensors, and would train
+# differently.
 
 
 def refuse_overlap(module: nn.Module) -> None:
-    """Raise if a parameter shares elements with another tensor of the model.
+    """Check that no parameter shares elements with another tensor of the model.
 
-    A tied parameter, one object under two names, is one tensor and fine. So are parameters
-    with different elements of one memory, such as those of an LSTM on a GPU.
+    A tied parameter (one object with two names) is allowed. Also allowed are parameters with
+    different elements of the same storage, such as those of an LSTM on a GPU.
 
-    Cost: one byte per element of tensors with overlapping ranges.
+    Cost: one byte for each element of tensors with overlapping ranges of memory.
 
     Raises:
-        ModelError: two tensors overlap; the error names both.
+        ModelError: two tensors share elements. The message names both.
     """
     params = {id(param) for param in module.parameters()}
     by_storage: dict[tuple[torch.device, int], list[tuple[str, torch.Tensor]]]
@@ -167,10 +173,10 @@ def refuse_overlap(module: nn.Module) -> None:
             is_trained = id(one) in params or id(other) in params
             if is_trained and _overlap(one, other):
                 msg = (
-                    f"{type(module).__name__}: {first!r} and {second!r} lie in the same"
-                    " memory and are not one parameter, so a copy or a checkpoint would"
-                    " separate them. Tie them by one object, as in head.weight ="
-                    " embed.weight, and transpose in forward; or give one of them a clone()."
+                    f"{type(module).__name__}: {first!r} and {second!r} are different tensors in"
+                    " the same memory, so a copy or a checkpoint would separate them. Use one"
+                    " parameter for both, such as head.weight = embed.weight (transpose it in"
+                    " forward), or clone() one of them."
                 )
                 raise ModelError(msg)
 
@@ -181,7 +187,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one storage overlap."""
+    """Return whether two tensors in the same storage share elements."""
     (begin, end), (begins, ends) = _range(one), _range(other)
     if end <= begins or ends <= begin:
         return False
@@ -199,26 +205,26 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return a tensor's range of bytes in its storage: the first, and the end."""
+    """Return a tensor's range of bytes in its storage, as the first byte and the end."""
     size, offset = tensor.element_size(), int(tensor.storage_offset())
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     last = offset + sum(int((length - 1) * stride) for length, stride in pairs)
     return offset * size, (last + 1) * size
 
 
-# Placed models (`af.plan_devices`): only their forward pass works.
+# `af.on_devices`: inside of its `with` block, only the forward pass of a model can be used.
 
 
 PLACED = WeakIdKeyDictionary()
-"""Parameters that are elsewhere until their context ends."""
+"""The parameters of models inside of a `with af.on_devices(...)` block."""
 
 
 @contextmanager
 def mark_placed(module: nn.Module) -> Generator[None]:
-    """Let only the forward pass of a model work in a `with` block; others refuse it.
+    """In a `with` block, mark a model so that `refuse_placed` rejects it.
 
     Raises:
-        ModelError: it is placed already.
+        ModelError: the model is marked already.
     """
     refuse_placed(module)
     params = list(module.parameters())
@@ -232,33 +238,34 @@ def mark_placed(module: nn.Module) -> Generator[None]:
 
 
 def refuse_placed(module: nn.Module) -> None:
-    """Raise if a model, or a part of it, is placed by `af.on_devices`.
+    """Check that a model is not inside of a `with af.on_devices(...)` block.
 
     Raises:
-        ModelError: a parameter is placed.
+        ModelError: a parameter of the model is inside of such a block.
     """
     names = [name for name, param in module.named_parameters() if param in PLACED]
     if names:
         msg = (
-            f"{type(module).__name__} is placed by af.on_devices, {names[0]} among others, for its"
-            " forward pass only. Use it after the `with` block, or give a factory. To train over"
-            " several devices, add af.wrap_fsdp() or af.tensor_parallel() to the setup."
+            f"{type(module).__name__}: inside `with af.on_devices(...)`, only the forward pass of"
+            f" the model works ({names[0]} and others may be on other devices). Use the model"
+            " after the `with` block, or pass a factory. To train over several devices, add"
+            " af.wrap_fsdp() or af.tensor_parallel() to the setup."
         )
         raise ModelError(msg)
 
 
-# torch's wrapper modules, such as DDP; a setup wraps the loss instead.
+# Reject torch's wrapper modules, such as DDP, because transforms of a setup replace them.
 
 
 _COMPILER = "torch._dynamo.eval_frame"
-_INSIDE = "that it wraps, its ."
+_INSIDE = "inside it, ."
 
 
 def refuse_wrapped(module: nn.Module) -> None:
-    """Raise if a model or a submodule is one of torch's wrappers.
+    """Check that neither a model nor a submodule is one of torch's wrapper modules.
 
-    A wrapper would work inside of each replica, shard or graph. It also changes the names of
-    the parameters, so checkpoints would differ from those of other programs.
+    A wrapper would conflict with the setup's transforms. It also changes the names of the
+    parameters, so the model's checkpoints could not be used without the wrapper.
 
     Raises:
         ModelError: a module is a wrapper.
@@ -269,40 +276,43 @@ def refuse_wrapped(module: nn.Module) -> None:
             if isinstance(part, kind):
                 where = f"model={kind.__name__}" if part is module else f"model.{name}"
                 is_one = "" if part is module else f" is a {kind.__name__}"
-                msg = f"{where}{is_one}: give the plain module {place}, and put {fix}."
+                msg = f"{where}{is_one}: pass the plain module {place}, and add {fix}."
                 raise ModelError(msg)
 
 
 def _wrappers() -> Iterator[tuple[type[nn.Module], str, str]]:
-    """Yield kinds of wrappers, the module to pass instead, and accelfn's equivalent."""
+    """Yield, for each wrapper class: the module to pass instead, and what to add to the setup."""
     inner = f"{_INSIDE}module"
-    fix = "af.wrap_ddp() into the setup, which wraps the loss in one"
+    fix = "af.wrap_ddp() to the setup"
     yield nn.parallel.DistributedDataParallel, inner, fix
-    fix = "af.shard_data() and af.wrap_ddp() into the setup, with a process for each device"
-    yield nn.DataParallel, inner, f"{fix}, as `accelfn launch` starts them"
-    fix = "af.compile() into the setup: what torch.jit compiled takes no other tensors"
-    yield torch.jit.ScriptModule, "that torch.jit compiled", fix
-    if _COMPILER in sys.modules:  # else nobody has compiled any, and it takes a second
-        fix = "af.compile() into the setup, or af.compile(regions=...) for parts of a model"
+    fix = "af.shard_data() and af.wrap_ddp() to the setup. Start a process for each device"
+    yield nn.DataParallel, inner, f"{fix}, with `accelfn launch`"
+    fix = "af.compile() to the setup, because a module of torch.jit cannot use other tensors"
+    yield torch.jit.ScriptModule, "that you passed to torch.jit", fix
+    if _COMPILER in sys.modules:  # the import takes a second, so do not import it here
+        fix = (
+            "af.compile() to the setup, or af.compile(regions=...) for parts of a model"
+        )
         yield sys.modules[_COMPILER].OptimizedModule, f"{_INSIDE}_orig_mod", fix
 
 
 _CPU = torch.device("cpu")
 _TABLES = dict, OrderedDict, set
-_GIVEN = WeakIdKeyDictionary()  # parameters that a state took
+_GIVEN = WeakIdKeyDictionary()  # parameters that a state has taken ownership of
 ModelSource: TypeAlias = nn.Module | Callable[[], nn.Module]
 
 
 @attrs.frozen(eq=False)
 class Skeleton:
-    """A module's structure: classes, options, hooks, ties, and which parts are trained.
+    """A module without values: its classes, options, hooks and ties, and what is trained.
 
     Attributes:
-        module: the module with meta tensors in place of its parameters and buffers.
-        trainable: names of the parameters that require a gradient, in the module's order.
-        aliases: further names of tied parameters, by name: `{"head.weight": "embed.weight"}`.
-        persistent: names of the buffers that belong in an exported state dict.
-        once_trained: names of the parameters that are trained, or were trained before.
+        module: the module, with all parameters and buffers on the meta device.
+        trainable: the names of the parameters that are trained, in the module's order.
+        aliases: for each further name of a tied parameter, its first name, such as
+            `{"head.weight": "embed.weight"}`.
+        persistent: the names of the buffers that belong to an exported state dict.
+        once_trained: the names of the parameters that are trained now, or were trained before.
     """
 
     module: nn.Module
@@ -314,7 +324,7 @@ class Skeleton:
     )
 
     def training(self, names: Container[str]) -> Self:
-        """Return the structure with other trainable parameters."""
+        """Return the skeleton with other trainable parameters."""
         every = (name for name, _ in self.module.named_parameters())
         trainable = tuple(name for name in every if name in names)
         once = self.once_trained.union(trainable)
@@ -323,7 +333,7 @@ class Skeleton:
     def build(
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> nn.Module:
-        """Return a copy of the structure around these tensors, which are shared."""
+        """Return a copy of the module that uses these tensors, without copying them."""
         memo: dict[int, Any] = {}
         trainable = set(self.trainable)
         for name, meta in self.module.named_parameters():
@@ -331,8 +341,8 @@ class Skeleton:
             memo[id(meta)] = param.requires_grad_(name in trainable)
         for name, meta in self.module.named_buffers():
             memo[id(meta)] = buffers[name].detach()
-        # a module has a dozen tables of hooks, nearly all empty, and a deep copy of an empty
-        # table takes as long as that of a full table
+        # A module has a dozen dicts of hooks, mostly empty. A deep copy of an empty dict takes
+        # as long as that of a full one, so create the empty dicts here.
         for module in self.module.modules():
             for table in vars(module).values():
                 if type(table) in _TABLES and not table:
@@ -343,13 +353,20 @@ class Skeleton:
 def materialize(
     source: ModelSource, *, seed: int, name: str, device: torch.device
 ) -> nn.Module:
-    """Return the module of a factory, drawn from the seed, or the instance itself.
+    """Return the model on a device: the instance itself, or the result of a factory.
 
-    A factory runs on the CPU, so the same seed gives the same model on every device. On the
-    meta device it runs there, and draws nothing.
+    While a factory runs, the random generators are seeded. It runs on the CPU, so the same seed
+    gives the same model on every device. If the device is meta, it runs on meta, without random
+    numbers.
+
+    Args:
+        source: a module, or a factory.
+        seed: the seed of the state.
+        name: the name of the state.
+        device: the device of the state.
 
     Raises:
-        ModelError: the source gives no module, or a module that cannot be trained.
+        ModelError: the source does not return a module, or the module cannot be trained.
     """
     module = source
     if not isinstance(source, nn.Module):
@@ -364,10 +381,10 @@ def materialize(
 
 
 def _move_module(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return the module on a device; a tensor with two names stays one tensor.
+    """Move a module to a device; a tensor with two names remains one tensor.
 
-    `Module.to` makes two buffers of a buffer with two names, and on some devices two
-    parameters.
+    `Module.to` alone would turn a buffer with two names into two buffers, and on some devices
+    also a parameter with two names into two parameters.
     """
     tables = [(m._parameters, m._buffers) for m in module.modules()]  # pyright: ignore[reportPrivateUsage]
     before = [
@@ -386,26 +403,26 @@ def _move_module(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def check_factory(source: object) -> None:
-    """Raise unless an object can be called as a model factory.
+    """Check that an object can be called without arguments, as a model factory.
 
     Raises:
         ModelError: the object is not callable, or needs arguments.
     """
     if not callable(source):
-        msg = f"model={source!r}: expected a torch.nn.Module, or a factory of one."
+        msg = f"model={source!r}: expected a torch.nn.Module, or a function that returns one."
         raise ModelError(msg)
     error = call_mismatch(source)
     if error is not None:
         name = getattr(source, "__name__", "factory")
         msg = (
-            f"model={source!r}: expected a module, or a factory that takes no argument;"
-            f" this one: {error}. Write functools.partial({name}, ...)."
+            f"model={source!r}: accelfn calls a factory without arguments, but this call fails:"
+            f" {error}. Write functools.partial({name}, ...)."
         )
         raise ModelError(msg) from error
 
 
 def check_module(module: object, source: object) -> None:
-    """Raise unless a module can become a state's model.
+    """Check that a module can be the model of a state.
 
     Args:
         module: the user's module, or the result of a factory.
@@ -416,8 +433,8 @@ def check_module(module: object, source: object) -> None:
     """
     if not isinstance(module, nn.Module):
         msg = (
-            f"model={source!r} gave {type(module).__name__}; expected a"
-            " torch.nn.Module, or a factory that takes no argument and returns one."
+            f"model={source!r} returned {type(module).__name__}; expected a function that returns"
+            " a torch.nn.Module."
         )
         raise ModelError(msg)
     refuse_given(module)
@@ -430,7 +447,11 @@ def check_module(module: object, source: object) -> None:
 
 
 def check_values(module: nn.Module, *, full: bool) -> None:
-    """Raise unless a module's tensors have values; uninitialized parameters need no values.
+    """Check that the tensors of a module have values.
+
+    Args:
+        module: the module.
+        full: whether to check parameters and buffers. False checks only buffers.
 
     Raises:
         ModelError: a tensor is on the meta device.
@@ -439,23 +460,23 @@ def check_values(module: nn.Module, *, full: bool) -> None:
     meta = [name for name, tensor in named if tensor.is_meta]
     if meta:
         msg = (
-            f"{len(meta)} tensors of {type(module).__name__} are on the meta device and"
-            f" hold no values: {', '.join(meta[:5])}{', ...' if len(meta) > 5 else ''}."
-            " Load them first (af.import_model(module, files)), or draw a factory's module by"
-            ' module: init="shard". af.memory_estimate(model, setup, optimizer=...) and'
+            f"{len(meta)} tensors of {type(module).__name__} are on the meta device, so they have"
+            f" no values: {', '.join(meta[:5])}{', ...' if len(meta) > 5 else ''}. Load values"
+            ' first with af.import_model(module, files), or pass a factory and init="shard".'
+            " af.memory_estimate(model, setup, optimizer=...) and"
             ' accelfn.testing.communication(fn, device="meta") need no values.'
         )
         raise ModelError(msg)
 
 
 def _check_in_one_place(module: nn.Module) -> None:
-    """Raise if hooks spread a model over devices, as Accelerate's do."""
+    """Raise `ModelError` if a model is spread over devices, as by Accelerate's device_map."""
     for name, submodule in module.named_modules():
         spread: Any = getattr(submodule, "hf_device_map", None)
         if isinstance(spread, Mapping) and len(set(spread.values())) > 1:
-            where = f"its {name!r} " if name else ""
+            where = f"its submodule {name!r}" if name else "the model"
             msg = (
-                f"{type(module).__name__}: {where}was spread over devices"
+                f"{type(module).__name__}: {where} is spread over the devices"
                 f" {sorted(map(str, set(spread.values())))} by a device_map, but a state has"
                 " one device. Load the model without device_map."
             )
@@ -463,26 +484,30 @@ def _check_in_one_place(module: nn.Module) -> None:
 
 
 def _refuse_sparse_buffers(module: nn.Module) -> None:
-    """Raise for buffers that are not dense; a step cannot compare, copy or send them."""
+    """Raise `ModelError` for sparse or nested buffers, which a step cannot copy or send."""
     for name, buffer in module.named_buffers():
         if buffer.layout is not torch.strided or buffer.is_nested:
             kind = "a nested tensor" if buffer.is_nested else f"{buffer.layout}"
             msg = (
-                f"{type(module).__name__}: the buffer {name!r} is {kind}, and a state has"
-                " dense tensors. Keep its parts, such as indices and values, as buffers."
+                f"{type(module).__name__}: the buffer {name!r} is {kind}, but a state can have"
+                " only dense tensors. Register its indices and values as buffers."
             )
             raise ModelError(msg)
 
 
 def skeleton_of(module: nn.Module) -> Skeleton:
-    """Return the structure of a module; the module is unchanged."""
+    """Return the skeleton of a module, which is not changed.
+
+    Raises:
+        ModelError: a parameter has a special tensor class, or the module cannot be copied.
+    """
     memo: dict[int, Any] = {}
     for name, param in module.named_parameters():
         if is_wrapper(param):
             msg = (
                 f"{type(module).__name__}: {name} is a {type(param).__name__}, a tensor class"
-                " that no checkpoint can hold. Give plain parameters; to compute in 8 bits, add"
-                ' af.autocast("fp8") to the setup.'
+                " that cannot be saved in a checkpoint. Use plain parameters. To compute in 8"
+                ' bits, add af.autocast("fp8") to the setup.'
             )
             raise ModelError(msg)
         memo[id(param)] = parameter_like(param, torch.empty_like(param, device="meta"))
@@ -493,13 +518,13 @@ def skeleton_of(module: nn.Module) -> Skeleton:
     except (RuntimeError, TypeError) as error:
         where = next(_uncopyable(module, memo), "")
         msg = (
-            f"{type(module).__name__} cannot be copied{where}: {error}. A module keeps its"
-            " tensors as parameters or buffers, not as computed tensors in plain"
-            " attributes, and no group of ranks, lock or open file."
+            f"{type(module).__name__} cannot be copied{where}: {error}. Register tensors of a"
+            " module as parameters or buffers, not as plain attributes, and keep process groups,"
+            " locks and open files out of it."
         )
         raise ModelError(msg) from error
     if not structure.training:
-        # from_pretrained hands out models in evaluation mode; a loop would call train().
+        # from_pretrained returns models in evaluation mode, and users would call train()
         structure.train()
     names = {id(param): name for name, param in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
@@ -513,15 +538,16 @@ def skeleton_of(module: nn.Module) -> Skeleton:
 
 
 def _uncopyable(module: nn.Module, memo: Mapping[int, Any]) -> Iterator[str]:
-    """Yield the attributes of a module and its submodules that cannot be copied."""
+    """Yield a text for each attribute of a module or submodule that cannot be copied."""
     for name, submodule in module.named_modules():
         for attribute, value in vars(submodule).items():
             if isinstance(value, dict) and attribute.startswith("_"):
-                continue  # torch's tables
+                continue  # dicts that torch uses
             try:
                 copy.deepcopy(value, dict(memo))
             except (RuntimeError, TypeError):
-                yield f" for its {'.'.join(filter(None, (name, attribute)))!r}"
+                path = ".".join(filter(None, (name, attribute)))
+                yield f" because of its attribute {path!r}"
 
 
 def check_params(
@@ -529,56 +555,65 @@ def check_params(
     current: Mapping[str, torch.Tensor],
     aliases: Mapping[str, str],
 ) -> None:
-    """Raise unless new parameters can replace the current parameters.
+    """Check that new parameters can replace the current parameters of a state.
 
     Args:
-        params: the new parameters by name; tied parameters may have several names.
-        current: the current parameters.
-        aliases: first names of tied parameters, by further names.
+        params: the new parameters by name. Tied parameters may have several names.
+        current: the current parameters by name.
+        aliases: for each further name of a tied parameter, its first name.
 
     Raises:
-        StateError: names, shapes, dtypes or devices differ, or the values of a tied parameter.
+        StateError: names, shapes, dtypes or devices differ, or a tied parameter has different
+            values under its names.
     """
     if not isinstance(params, Mapping):
         msg = (
-            f"with_params: got {type(params).__name__}; expected tensors by name, such as"
-            " state.params, or dict(model.named_parameters())."
+            f"state.with_params: got {type(params).__name__}; expected a dict from names to"
+            " tensors, such as state.params or dict(model.named_parameters())."
         )
         raise StateError(msg)
     missing, extra = current.keys() - params.keys(), params.keys() - current.keys()
     extra -= aliases.keys()
     if missing or extra:
-        msg = f"with_params: missing {sorted(missing)}, unknown {sorted(extra)}."
+        lacks = f" Missing: {', '.join(sorted(missing))}." if missing else ""
+        more = f" Not in the model: {', '.join(map(str, extra))}." if extra else ""
+        msg = f"state.with_params: the names differ from the model's.{lacks}{more}"
         raise StateError(msg)
     for name, tensor in current.items():
         new = params[name]
         if not isinstance(new, torch.Tensor):
-            msg = f"with_params: {name!r} is {type(new).__name__}, not a tensor."
+            msg = (
+                f"state.with_params: {name!r} is a {type(new).__name__}, not a tensor."
+            )
             raise StateError(msg)
         want = (tuple(tensor.shape), tensor.dtype, tensor.device)
         have = (tuple(new.shape), new.dtype, new.device)
         if want != have:
-            msg = f"with_params: {name!r} is {have}, the model's is {want}."
+            msg = f"state.with_params: {name!r} is {have}, but the model has {want}."
             raise StateError(msg)
     for name in aliases.keys() & params.keys():
         one, two = params[aliases[name]], params[name]
         if one is not two and not torch.equal(one, two):
-            msg = f"with_params: {name!r} is tied to {aliases[name]!r}, and has other values."
+            msg = f"state.with_params: {name!r} is tied to {aliases[name]!r}. Pass equal values."
             raise StateError(msg)
 
 
 def parameter_like(param: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
-    """Create a parameter from data, with another parameter's attributes and requires_grad."""
+    """Create a parameter with these data, and with the attributes of another parameter."""
     new = nn.Parameter(data.detach(), requires_grad=param.requires_grad)
     vars(new).update(vars(param))
     return new
 
 
 def give_away(module: nn.Module, name: str) -> None:
-    """Give a state ownership of a module's tensors, and seal the module.
+    """Seal a module after a state has taken ownership of its tensors.
 
-    A parameter that the user kept becomes empty, because it would follow the training. A
-    submodule without tensors, such as an activation, stays usable.
+    Parameters that the user still has become empty, because they would change with the
+    training. A submodule without tensors, such as an activation, remains usable.
+
+    Args:
+        module: the user's module.
+        name: the name of the state.
     """
     for param in module.parameters():
         _GIVEN[param] = True
@@ -589,7 +624,7 @@ def give_away(module: nn.Module, name: str) -> None:
 
 
 def _check(module: nn.Module) -> None:
-    """Raise for parameters that cannot be trained; the error names them."""
+    """Raise `ModelError` if a state cannot train a module's parameters, and name them."""
     params = dict(module.named_parameters())
     foreign = [name for name, param in params.items() if param in _GIVEN]
     with_hooks = [
@@ -601,16 +636,16 @@ def _check(module: nn.Module) -> None:
     named = [*params.items(), *module.named_buffers()]
     lazy = [name for name, tensor in named if is_lazy(tensor)]
     hooks = (
-        "A state trains copies without these hooks. Change gradients in a transform that has"
-        " `grads`; hooks of modules stay."
+        "A state trains copies without these hooks. Change gradients in the method `grads` of a"
+        " transform. (Hooks of modules are kept.)"
     )
     for names, kind, advice in (
-        (foreign, "parameters that are another state's already", _NEW_MODEL),
+        (foreign, "parameters that already belong to another state", _NEW_MODEL),
         (with_hooks, "parameters with hooks", hooks),
         (
             lazy,
-            "lazy parameters without a shape yet",
-            "Call it once on an example before.",
+            "lazy parameters without a shape",
+            "Call the model once on an example before you pass it.",
         ),
     ):
         if names:
@@ -620,27 +655,28 @@ def _check(module: nn.Module) -> None:
     if not any(param.requires_grad for param in module.parameters()):
         count = sum(1 for _ in module.parameters())
         msg = (
-            f"{type(module).__name__} has no trainable parameter ({count} parameters in"
-            " all). Set requires_grad_(True) on those to train."
+            f"{type(module).__name__} has no trainable parameter ({count} parameters in all)."
+            " Call requires_grad_(True) on the parameters to train."
         )
         raise ModelError(msg)
 
 
-# Running factories without memory for parameters: each registered parameter moves to meta.
+# Run factories without memory for parameters: each registered parameter moves to meta.
 
 
 Moved: TypeAlias = Callable[[nn.Parameter, nn.Parameter], object]
-"""A function of a registered parameter and its replacement on the meta device."""
+"""A function of a parameter that was registered, and of its replacement on the meta device."""
 
 
 @contextmanager
 def parameters_on_meta(on_move: Moved | None = None) -> Generator[None]:
-    """Move each parameter that this thread's modules register to the meta device.
+    """In a `with` block, move each parameter to the meta device when a module registers it.
 
-    Most modules register a parameter before they write values, so the parameter costs nothing.
+    Most modules register a parameter before they write its values. Then its memory is never
+    used. Modules of other threads are not affected.
 
     Args:
-        on_move: called with each parameter before its values are gone.
+        on_move: called with each parameter and its replacement, before the values are dropped.
 
     Raises:
         ModelError: a parameter is lazy.
@@ -654,11 +690,12 @@ def parameters_on_meta(on_move: Moved | None = None) -> Generator[None]:
             return None
         if is_lazy(param):
             msg = (
-                f"{type(module).__name__} has lazy parameters without a shape before a first"
-                f" call: {name}. Write its sizes, as nn.Linear(in_features, out_features)."
+                f"{type(module).__name__} has a lazy parameter {name}, which has no shape before"
+                " the first call. Use a layer with all sizes, such as nn.Linear(in_features,"
+                " out_features)."
             )
             raise ModelError(msg)
-        if param not in copies:  # a tied parameter stays one tensor
+        if param not in copies:  # a tied parameter remains one tensor
             empty = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
             vars(empty).update(vars(param))
             copies[param] = empty

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers as definitions: torch's own objects without the tensors they update.
+"""A state's optimizer: a torch optimizer without the parameters that it updates.
 
-A state's definition holds a *prototype*: the optimizer's class, options and parameter
-groups, over meta parameters. `accelfn.engine.optimizer` makes copies over real ones.
+A state's definition has a *prototype*: the user's optimizer with its options and parameter
+groups, but with parameters on the meta device. `accelfn.engine.optimizer` makes copies of it
+with the real parameters.
 """
 
 import copy
@@ -33,7 +34,7 @@ from accelfn.base.tree import is_shard
 from accelfn.errors import ArgumentError, Error, ModelError, OptimizerError
 from accelfn.model.model import Skeleton
 
-# Several torch optimizers as one, each with parameters of its own.
+# Several torch optimizers as one, such as Muon for matrices and AdamW for the rest.
 
 
 NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
@@ -43,26 +44,29 @@ Part: TypeAlias = tuple[
 ]
 
 _SCALING = ("grad_scale", "found_inf")
-"""Attributes that a GradScaler sets on a fused optimizer."""
+"""Attributes that torch's GradScaler sets on a fused optimizer."""
 
 
 class Partitioned(Optimizer):
-    """Several optimizers as one optimizer, with their groups, state and steps in order.
+    """One optimizer made of several, with the groups and the state of all of them.
 
-    The groups are the parts' own dictionaries, so a change of a group changes the part.
+    A step runs the steps of the inner optimizers (`parts`) in order. The groups are the dicts of
+    the inner optimizers, so a change of a group changes an inner optimizer.
     """
 
     parts: tuple[Optimizer, ...]
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
-        """Take optimizers that share no parameter."""
-        super().__init__([{"params": []}], {})  # hooks; the groups are the parts'
+        """Initialize with optimizers that do not share parameters."""
+        super().__init__(
+            [{"params": []}], {}
+        )  # for torch's hooks; the groups follow below
         self.parts = tuple(parts)
         self.param_groups = [group for part in parts for group in part.param_groups]
         self.state = cast("Any", PartStates(self.parts))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every part."""
+        """Run the step of each inner optimizer."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -79,25 +83,26 @@ class Partitioned(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether each part divides gradients in its own kernel, as torch's fused ones do."""
+        """Whether each inner optimizer divides gradients in its kernel, as fused ones do."""
         return all(
             getattr(part, "_step_supports_amp_scaling", False) for part in self.parts
         )
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Raise an error: torch would replace the groups, and the parts would keep theirs."""
-        msg = "A partitioned optimizer loads no state dict; load those of its `parts`."
+        """Raise an error, because torch would replace the groups only here, not in `parts`."""
+        msg = "af.combine_optimizers: load a state dict into each of the optimizer's `parts`."
         raise OptimizerError(msg)
 
 
 class PartStates(MutableMapping[Any, dict[str, Any]]):
     """The state of several optimizers as one mapping.
 
-    A parameter's entry is in the state of its part. Another key `k` of part `i` is `"i:k"`.
+    The entry of a parameter is in the state of the optimizer that has it. Any other key `k` in
+    the state of optimizer number `i` is `"i:k"` here.
     """
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
-        """Take the parts."""
+        """Initialize with the optimizers."""
         self._states = [cast("dict[Any, Any]", part.state) for part in parts]
         self._place = {
             id(param): i
@@ -113,58 +118,61 @@ class PartStates(MutableMapping[Any, dict[str, Any]]):
         return self._states[int(place)], inner_key
 
     def __getitem__(self, key: Any) -> dict[str, Any]:
-        """Return an entry; a missing entry begins empty, as in torch."""
+        """Return an entry; create an empty one if it is missing, as torch does."""
         state, inner_key = self._at(key)
         return state[inner_key]
 
     def __setitem__(self, key: Any, entry: dict[str, Any]) -> None:
-        """Set an entry in the state of its part."""
+        """Set an entry in the state of the optimizer that has its parameter."""
         state, inner_key = self._at(key)
         state[inner_key] = entry
 
     def __delitem__(self, key: Any) -> None:
-        """Drop an entry."""
+        """Remove an entry."""
         state, inner_key = self._at(key)
         del state[inner_key]
 
     def __contains__(self, key: object) -> bool:
-        """Whether there is an entry."""
+        """Return whether there is an entry for a key."""
         state, inner_key = self._at(key)
         return inner_key in state
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the keys, part by part."""
+        """Yield the keys of all optimizers in order."""
         for i, state in enumerate(self._states):
             for key in state:
                 yield key if isinstance(key, torch.Tensor) else f"{i}:{key}"
 
     def __len__(self) -> int:
-        """Return how many entries there are."""
+        """Return the number of entries."""
         return sum(map(len, self._states))
 
     def clear(self) -> None:
-        """Drop all entries."""
+        """Remove all entries."""
         for state in self._states:
             state.clear()
 
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the torch optimizers inside of an optimizer: itself, or its parts."""
+    """Return the inner optimizers of a combination, or a list of the optimizer itself."""
     if not isinstance(optimizer, Partitioned):
         return [optimizer]
     return [inner for part in optimizer.parts for inner in parts_of(part)]
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Return whether a step runs only torch's code, without random draws or state elsewhere."""
+    """Return whether an optimizer's step runs only code of torch.
+
+    Then the step uses no random numbers, and has no state outside of the optimizer.
+    """
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)  # pyright: ignore[reportPrivateUsage]
-    # Adafactor and Muon name the package itself as their module
+    # the classes Adafactor and Muon have the module "torch.optim"
     module = f"{type(optimizer).__module__}."
     return module.startswith("torch.optim.") and not any(hooks)
 
 
 def empty_state(optimizer: Optimizer, like: Optimizer) -> Any:
-    """Return an empty mapping for an optimizer's state, of the same kind as another's."""
+    """Return an empty mapping for an optimizer's state, of the type that another has."""
     if isinstance(optimizer, Partitioned):
         return PartStates(optimizer.parts)
     state = cast("Any", like.state)
@@ -172,10 +180,10 @@ def empty_state(optimizer: Optimizer, like: Optimizer) -> Any:
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], object]:
-    """Return the optimizer's step without the profiler's record around it.
+    """Return an optimizer's step function without torch's profiling, which takes 10 µs.
 
-    torch wraps every `step` in a named record, 10 µs that no training loop needs. Step
-    hooks run in that wrapper, so an optimizer that has any keeps it.
+    torch wraps each `step` in a profiler record. The wrapper also runs step hooks, so it is kept
+    if the optimizer has hooks.
     """
     step = type(optimizer).step
     inner = getattr(step, "__wrapped__", None)
@@ -189,28 +197,30 @@ def bare_step(optimizer: Optimizer) -> Callable[[], object]:
 class combine_optimizers:
     """Use several optimizers, such as Muon for matrices and AdamW for the rest.
 
-    Pass it to `TrainState.create(optimizer=...)`. Each parameter goes to the first part with a
-    predicate that is true. Parameter groups are numbered through the parts, in their order:
-    schedules multiply all rates, and `hyper` and `state.lrs` use this number.
+    Pass the result to `TrainState.create(optimizer=...)`. Each parameter goes to the first pair
+    with a predicate that is true for it. Schedules multiply the learning rates of all
+    optimizers. The parameter groups of all optimizers are numbered in order, and a transform's
+    `hyper` and `state.lrs` use these numbers.
 
     Acts on: nothing; it is part of the definition.
 
     Args:
-        parts: pairs of a predicate, a function of `(name, parameter)`, and a factory of an
-            optimizer, such as `partial(torch.optim.AdamW, lr=3e-4)`; `...` instead of the
-            last predicate takes the rest.
+        parts: pairs of a predicate and a factory. The predicate is a function of
+            `(name, parameter)`. The factory creates an optimizer, such as
+            `partial(torch.optim.AdamW, lr=3e-4)`. In the last pair, `...` can replace the
+            predicate, for all remaining parameters.
 
     Law:
-        Each parameter is updated as by its part's optimizer alone. One part for all
-        parameters equals that optimizer, and two parts of one kind and options equal one
-        optimizer, bitwise.
+        Each parameter is updated as by its own optimizer without the others. A combination of
+        one optimizer is bitwise equal to that optimizer, and so is a combination of two
+        optimizers with the same class and options.
 
-    Cost: the cost of the parts, and a microsecond for each.
+    Cost: the cost of the optimizers, and a microsecond for each.
 
     Raises:
-        ArgumentError: there are no parts, a part is not such a pair, or `...` is not last.
-        OptimizerError: when the state is created: no part takes a parameter, a part has no
-            parameters, or a factory's optimizer has other parameters.
+        ArgumentError: no pair was passed, an argument is not such a pair, or `...` is not last.
+        OptimizerError: when the state is created, if a parameter belongs to no optimizer, an
+            optimizer gets no parameters, or a factory returns an optimizer of other parameters.
 
     References:
         Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
@@ -229,7 +239,7 @@ class combine_optimizers:
     parts: tuple[Part, ...]
 
     def __init__(self, *parts: Part) -> None:
-        """Take pairs of a predicate and a factory."""
+        """Initialize with pairs of a predicate and a factory."""
         for i, part in enumerate(parts):
             _check_part(i, part, is_last=i == len(parts) - 1)
         if not parts:
@@ -241,7 +251,7 @@ class combine_optimizers:
         self.__attrs_init__(parts=tuple(tuple(part) for part in parts))  # type: ignore[attr-defined]
 
     def __call__(self, named: NamedParameters) -> Partitioned:
-        """Return one optimizer of all parts over these parameters."""
+        """Create the optimizers for these parameters, and return them as one optimizer."""
         shares: list[NamedParameters] = [[] for _ in self.parts]
         rest: list[str] = []
         for name, param in named:
@@ -253,8 +263,8 @@ class combine_optimizers:
                 rest.append(name)
         if rest:
             msg = (
-                f"{self!r}: no part takes {len(rest)} parameters: {', '.join(rest[:5])}. End"
-                " with (..., factory), or freeze them with requires_grad_(False)."
+                f"{self!r}: {len(rest)} parameters belong to no part: {', '.join(rest[:5])}. Add"
+                " (..., factory) as the last part, or freeze them with requires_grad_(False)."
             )
             raise OptimizerError(msg)
         optimizers: list[Optimizer] = []
@@ -262,15 +272,16 @@ class combine_optimizers:
             if not share:
                 some = ", ".join(name for name, _ in named[:3])
                 msg = (
-                    f"{self!r}: part {i} gets none of the {len(named)} trainable parameters,"
-                    f" such as {some}. Earlier parts take them, or its predicate is never true."
+                    f"{self!r}: part {i} gets none of the {len(named)} trainable parameters"
+                    f" (such as {some}). Its predicate is never true, or earlier parts get these"
+                    " parameters."
                 )
                 raise OptimizerError(msg)
             optimizers.append(_create_part(i, factory, share, self))
         return Partitioned(optimizers)
 
     def __repr__(self) -> str:
-        """Show the parts by the names of their functions."""
+        """Return the pairs as text, with the names of their functions."""
         parts = (f"({_name(rule)}, {_name(factory)})" for rule, factory in self.parts)
         return f"af.combine_optimizers({', '.join(parts)})"
 
@@ -282,11 +293,13 @@ def _check_part(i: int, part: Any, *, is_last: bool) -> None:
     if not is_ready:
         problem = f"is {part!r}; expected a (predicate, factory) pair"
     elif isinstance(factory, Optimizer):
-        problem = f"has a ready {type(factory).__name__}; expected {_FACTORY}"
+        problem = (
+            f"has a created optimizer, {type(factory).__name__}; expected {_FACTORY}"
+        )
     elif not callable(factory):
         problem = f"has {factory!r}; expected {_FACTORY}"
     elif predicate is ... and not is_last:
-        problem = "is the rest, `...`, which goes last"
+        problem = "has the predicate `...`, which only the last part can have"
     elif predicate is not ... and not callable(predicate):
         problem = (
             f"has {predicate!r}; expected a function of (name, parameter), or `...`"
@@ -299,11 +312,11 @@ def _check_part(i: int, part: Any, *, is_last: bool) -> None:
 def _create_part(
     i: int, factory: Any, share: NamedParameters, owner: combine_optimizers
 ) -> Optimizer:
-    """Return a part's optimizer over exactly its share."""
+    """Create the optimizer of one pair, and check that it has exactly its parameters."""
     optimizer = factory(share)
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
-        msg = f"{owner!r}: the factory of part {i} gave {kind}; expected a torch optimizer."
+        msg = f"{owner!r}: the factory of part {i} returned {kind}; expected a torch optimizer."
         raise OptimizerError(msg)
     names = {id(param): name for name, param in share}
     params = _all_params(optimizer)
@@ -311,9 +324,11 @@ def _create_part(
     missing = names.keys() - {id(param) for param in params}
     if shapes or missing:
         absent = sorted(names[key] for key in missing)
+        lacks = f" It lacks {', '.join(absent[:5])}." if absent else ""
+        more = f" It has {len(shapes)} others (shapes {shapes[:5]})." if shapes else ""
         msg = (
-            f"{owner!r}: the {kind} of part {i} lacks {absent[:5]} of the parameters that the"
-            f" factory was given, and has {len(shapes)} others (shapes {shapes[:5]})."
+            f"{owner!r}: the {kind} of part {i} must have exactly the parameters that its factory"
+            f" gets.{lacks}{more}"
         )
         raise OptimizerError(msg)
     return optimizer
@@ -336,32 +351,37 @@ OptimizerSource: TypeAlias = Optimizer | Callable[[NamedParameters], Optimizer]
 Hyper: TypeAlias = Mapping[str | tuple[int | str, str], Any]
 
 Assignments: TypeAlias = dict[tuple[int, str], Any]
-"""Values of hyperparameters by group index and name."""
+"""Values of hyperparameters, by the index of the parameter group and the name."""
 
 STRUCTURE = frozenset({"params", "param_names", "name"})
-"""Keys of a parameter group that are not hyperparameters."""
+"""The keys of a parameter group that are not hyperparameters."""
 
 _FACTORY = "a factory such as functools.partial(torch.optim.AdamW, lr=3e-4)"
 _CALLED = (
-    "TrainState.create(optimizer=...) calls the factory with a list of (name, parameter):"
-    " functools.partial(torch.optim.AdamW, lr=3e-4) is one, and so is"
+    "TrainState.create(optimizer=...) calls the factory with a list of (name, parameter) pairs."
+    " Write functools.partial(torch.optim.AdamW, lr=3e-4), or"
     " lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)."
 )
 
 _KERNELS = frozenset({"fused", "foreach", "capturable"})
-"""Options of a group that choose a kernel, which may not take meta tensors."""
+"""Options of a group that choose a kernel; some kernels do not support meta tensors."""
 
 OTHERS = "<optimizer>"
-"""The key in `opt_state` of state without a parameter."""
+"""The key in `opt_state` for the state of an optimizer that belongs to no parameter."""
 
 
 def prototype_of(
     source: OptimizerSource, module: nn.Module, skeleton: Skeleton
 ) -> tuple[Optimizer, dict[str, dict[str, Any]]]:
-    """Return the prototype of an optimizer, and the state that it already has, by name.
+    """Return the prototype of an optimizer, and its initial state by parameter name.
+
+    Args:
+        source: the optimizer, or a factory that is called with the trainable parameters.
+        module: the model.
+        skeleton: the skeleton of the model.
 
     Raises:
-        OptimizerError: the source gives no optimizer, or an optimizer that cannot be used.
+        OptimizerError: the source does not return an optimizer, or accelfn cannot use it.
     """
     trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     if isinstance(source, Optimizer):
@@ -372,12 +392,14 @@ def prototype_of(
         try:
             optimizer = source(trainable)
         except Exception as error:
-            if not isinstance(error, Error):  # accelfn's errors have the code to write
+            if not isinstance(
+                error, Error
+            ):  # errors of accelfn already say what to write
                 error.add_note(_CALLED)
             raise
     if not isinstance(optimizer, Optimizer):
         msg = (
-            f"optimizer={source!r} gave {type(optimizer).__name__}; expected a torch"
+            f"optimizer={source!r} returned {type(optimizer).__name__}; expected a torch"
             f" optimizer, or {_FACTORY}."
         )
         raise OptimizerError(msg)
@@ -397,9 +419,9 @@ def prototype_of(
 def named_state(
     optimizer: Optimizer, names: Mapping[int, str]
 ) -> dict[str, dict[str, Any]]:
-    """Return an optimizer's state by parameter name; the entries are the optimizer's own.
+    """Return an optimizer's state by parameter name, without copying the entries.
 
-    State under other keys (MADGRAD's count) is under `OTHERS`.
+    State that belongs to no parameter, such as MADGRAD's count, has the key `OTHERS`.
     """
     named: dict[str, dict[str, Any]] = {}
     for key, entry in cast("dict[Any, Any]", optimizer.state).items():
@@ -423,53 +445,60 @@ def trained_names(
     optimizer: Optimizer,
     skeleton: Skeleton,
 ) -> set[str]:
-    """Return the names of the parameters for which a predicate is true.
+    """Return the names of the parameters for which a predicate of `with_trainable` is true.
 
     Raises:
-        OptimizerError: the optimizer lacks such a parameter.
-        ModelError: there is no such parameter.
+        ArgumentError: the predicate is not a function of (name, parameter).
+        OptimizerError: the optimizer does not have one of these parameters.
+        ModelError: the predicate is true for no parameter.
     """
     error = (
         call_mismatch(predicate, "", None) if callable(predicate) else "not callable"
     )
     if error is not None:
         msg = (
-            f"with_trainable({predicate!r}): expected a function, called as"
-            f" predicate(name, parameter): {error}."
+            f"state.with_trainable({predicate!r}): expected a function of (name, parameter):"
+            f" {error}."
         )
         raise ArgumentError(msg)
     chosen = {name for name, param in params.items() if predicate(name, param)}
     if not chosen:
         msg = (
-            f"with_trainable({predicate!r}): it is true of none of the {len(params)}"
-            f" parameters ({', '.join(list(params)[:3])}, ...)."
+            f"state.with_trainable({predicate!r}): the function is true for none of the"
+            f" {len(params)} parameters ({', '.join(list(params)[:3])}, ...)."
         )
         raise ModelError(msg)
     names = owned_names(optimizer, skeleton)
     lacking = [name for name in params if name in chosen and name not in names]
     if lacking:
         msg = (
-            f"with_trainable({predicate!r}): {type(optimizer).__name__} lacks"
-            f" {len(lacking)} parameters, which were frozen when the state was created:"
-            f" {', '.join(lacking[:5])}. Create it with them trained, then freeze them."
+            f"state.with_trainable({predicate!r}): {len(lacking)} parameters were frozen when the"
+            f" state was created, so {type(optimizer).__name__} does not have them:"
+            f" {', '.join(lacking[:5])}. Create the state with these parameters trainable, then"
+            " freeze them with state.with_trainable."
         )
         raise OptimizerError(msg)
     return chosen
 
 
 def group_key(index: int) -> str:
-    """Return the key in `opt_state` for the changing numbers of a parameter group."""
+    """Return the key in `opt_state` for the numbers of a parameter group that change."""
     return f"<group {index}>"
 
 
 def rebuilt(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """Return the optimizer over other parameters, without its per-parameter state.
+    """Return a copy of an optimizer with other parameters and an empty state.
 
-    Not by deepcopy of the object: Optimizer.__getstate__ leaves subclass attributes out.
-    An LRScheduler patches `step` on the instance; a copy starts unpatched.
+    A deepcopy of the object would lose attributes of subclasses, because
+    `Optimizer.__getstate__` leaves them out. The attribute `step` is not copied: it is there
+    only if an LRScheduler has replaced the method.
+
+    Args:
+        optimizer: the optimizer.
+        memo: the new parameters, by the `id` of the old ones, as for `copy.deepcopy`.
     """
     if isinstance(optimizer, Partitioned):
-        # first the parts, so that the whole's copy has their groups
+        # copy the inner optimizers first, so that the combination's copy has their groups
         memo |= {id(part): rebuilt(part, memo) for part in optimizer.parts}
     new = object.__new__(type(optimizer))
     attributes = {
@@ -481,10 +510,10 @@ def rebuilt(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 
 
 def scratch_of(prototype: Optimizer) -> Any:
-    """Return an optimizer of the same groups, for a scheduler to set their options.
+    """Return a copy of an optimizer for a torch scheduler, which sets options of its groups.
 
-    Its parameters have no values, and reading its state raises an error. Options that are
-    tensors are on the CPU, so reading one waits for no device.
+    The copy's parameters have no values, and reading its state raises an error. Options that
+    are tensors are on the CPU, so that reading them does not wait for a GPU.
     """
     memo = _meta_params(prototype)
     for param in memo.values():
@@ -499,7 +528,7 @@ def scratch_of(prototype: Optimizer) -> Any:
 
 
 def _meta_params(optimizer: Optimizer) -> dict[int, nn.Parameter]:
-    """Create parameters without values in place of an optimizer's, by their ids."""
+    """Return parameters on the meta device for an optimizer's, by the `id` of the old ones."""
     return {
         id(param): nn.Parameter(
             torch.empty_like(param, device="meta"), param.requires_grad
@@ -509,11 +538,12 @@ def _meta_params(optimizer: Optimizer) -> dict[int, nn.Parameter]:
 
 
 def entries_of(prototype: Optimizer, skeleton: Skeleton) -> dict[str, dict[str, Any]]:
-    """Return the state that torch's optimizers have for each parameter, without values.
+    """Return the state that an optimizer will have for each parameter, without values.
 
-    Entries of other optimizers are missing, because their steps may do anything.
+    Only entries of torch's own optimizers are returned, because a trial step of another
+    optimizer could have side effects.
 
-    Cost: a step of one parameter of each shape in each group.
+    Cost: a trial step with one parameter of each shape in each group, on the meta device.
     """
     memo: dict[int, Any] = {}
     names: dict[int, str] = {}
@@ -529,7 +559,7 @@ def entries_of(prototype: Optimizer, skeleton: Skeleton) -> dict[str, dict[str, 
                 groups.setdefault((i, param.shape, param.dtype), []).append(param)
             group["params"] = [some[0] for key, some in groups.items() if key[0] == i]
             group.update(dict.fromkeys(_KERNELS & group.keys(), False))
-        # torch makes entries before any kernel, and some kernels reject meta tensors
+        # some kernels do not support meta tensors, but torch creates the state before it runs them
         with suppress(NotImplementedError, RuntimeError), torch.no_grad():
             bare_step(part)()
         for some in groups.values():
@@ -539,20 +569,22 @@ def entries_of(prototype: Optimizer, skeleton: Skeleton) -> dict[str, dict[str, 
 
 
 class _UnreadableState:
-    """The state of an optimizer for a scheduler, which cannot read it."""
+    """The state of the optimizer that a torch scheduler gets: reading it raises an error."""
 
     def __getitem__(self, key: object) -> Any:
-        """Raise an error."""
-        msg = "it reads the state of the optimizer, which a schedule does not have"
+        """Raise `ArgumentError`, because a schedule cannot read the optimizer's state."""
+        msg = "it reads the optimizer's state, which is not available to a schedule"
         raise ArgumentError(msg)
 
 
 def kind_of(optimizer: Optimizer, names: Mapping[int, str]) -> str:
-    """Return an optimizer's class, or the classes of its parts with hashes of their parameters.
+    """Return the name of an optimizer's class.
+
+    For a combination, return the name of each inner class with a hash of its parameters' names.
 
     Args:
         optimizer: the optimizer of a state.
-        names: names of its parameters, by their ids.
+        names: the names of its parameters, by their `id`.
     """
     if isinstance(optimizer, Partitioned):
         parts = [
@@ -570,12 +602,12 @@ def _share(part: Optimizer, names: Mapping[int, str]) -> str:
 
 
 def _check_factory(factory: Any, trainable: object) -> None:
-    """Raise unless a factory takes a list of named parameters."""
+    """Raise `OptimizerError` unless a factory can be called with a list of named parameters."""
     if isinstance(factory, (list, tuple, dict)):
         kind = type(cast("object", factory)).__name__
         msg = (
-            f"optimizer={kind}: expected a torch optimizer, or {_FACTORY}. Several optimizers"
-            " are one: af.combine_optimizers((predicate, factory), ...)."
+            f"optimizer={kind}: expected a torch optimizer, or {_FACTORY}. For several"
+            " optimizers, write af.combine_optimizers((predicate, factory), ...)."
         )
         raise OptimizerError(msg)
     if not callable(factory):
@@ -584,36 +616,46 @@ def _check_factory(factory: Any, trainable: object) -> None:
     error = call_mismatch(factory, trainable)
     if error is not None:
         msg = (
-            f"optimizer={factory!r}: expected a factory that takes a list of (name,"
-            f" parameter): {error}. Write {_FACTORY}."
+            f"optimizer={factory!r}: expected a factory that accepts a list of (name,"
+            f" parameter): {error}. Pass {_FACTORY}."
         )
         raise OptimizerError(msg) from error
 
 
 def _refuse_scheduler(optimizer: Optimizer) -> None:
-    """Raise if an optimizer has a torch scheduler, which would not set the rate of a copy."""
+    """Raise `OptimizerError` if a torch scheduler is attached to an optimizer.
+
+    The scheduler would not set the learning rate of the state's copy.
+    """
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         msg = (
-            f"The {type(optimizer).__name__} has a torch scheduler. Give TrainState.create"
-            " schedule=af.schedules.from_torch(...), and an optimizer without one."
+            f"optimizer={type(optimizer).__name__}: a torch scheduler is attached to this"
+            " optimizer. Pass an optimizer without a scheduler, and"
+            " schedule=af.schedules.from_torch(...), to TrainState.create."
         )
         raise OptimizerError(msg)
 
 
 def _refuse_inner(optimizer: Optimizer) -> None:
-    """Raise for an optimizer around another: no copy or checkpoint would have its state."""
+    """Raise `OptimizerError` if an optimizer has another optimizer as an attribute.
+
+    Copies and checkpoints would not have the state of the inner optimizer.
+    """
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
             msg = (
-                f"{type(optimizer).__name__} keeps another optimizer, {name}, so no copy or"
-                " checkpoint would have the state of that one. Give an optimizer that is not"
-                " wrapped; for several optimizers, use af.combine_optimizers."
+                f"optimizer={type(optimizer).__name__}: its attribute {name} is another"
+                " optimizer, and copies and checkpoints would not have the state of that one."
+                " Pass the inner optimizer. For several optimizers, use af.combine_optimizers."
             )
             raise OptimizerError(msg)
 
 
 def _refuse_wrappers(optimizer: Optimizer) -> None:
-    """Raise for torchao's optimizers of 8 and 4 bits before they train for long."""
+    """Raise `OptimizerError` for torchao's optimizers with 8 and 4 bits.
+
+    Without this check, the error would appear only at the first save.
+    """
     kind = type(optimizer)
     makes = getattr(kind, "_subclass_zeros", None)
     # the method of torchao's base class is abstract
@@ -622,15 +664,15 @@ def _refuse_wrappers(optimizer: Optimizer) -> None:
 
 
 def wrapper_error(kind: str) -> str:
-    """Return the error of an optimizer with a state of wrapper tensors."""
+    """Return the error message for an optimizer with a special tensor class in its state."""
     return (
-        f"{kind} keeps its state in a tensor class that no checkpoint can hold. Use"
+        f"{kind} keeps its state in a tensor class that cannot be saved in a checkpoint. Use"
         " torch.optim.AdamW, or bitsandbytes.optim.AdamW8bit for 8 bits."
     )
 
 
 def _check_rates(optimizer: Optimizer) -> None:
-    """Raise for an infinite learning rate or NaN, which torch accepts."""
+    """Raise `OptimizerError` for a learning rate that is infinite or NaN; torch accepts it."""
     for i, group in enumerate(optimizer.param_groups):
         rate: Any = group.get("lr")
         is_here = isinstance(rate, float) or (
@@ -638,20 +680,21 @@ def _check_rates(optimizer: Optimizer) -> None:
         )
         if is_here and not math.isfinite(rate):
             msg = (
-                f"{type(optimizer).__name__}: lr={float(rate)} in parameter group {i}; give a"
-                " finite rate."
+                f"{type(optimizer).__name__}: lr={float(rate)} in parameter group {i}. Pass a"
+                " finite learning rate."
             )
             raise OptimizerError(msg)
 
 
 def _refuse_closure(optimizer: Optimizer) -> None:
-    """Raise for an optimizer that calls the loss in its step, by its signature or a trial.
+    """Raise `OptimizerError` for an optimizer with a step that calls the loss (a closure).
 
-    The trial is a step without gradients, on a copy over meta parameters.
+    The signature of the step shows this, or a trial step of a copy on the meta device, without
+    gradients and without a closure.
     """
     msg = (
-        f"{type(optimizer).__name__} calls the loss from inside its step (a required closure),"
-        " but gradients are taken before it. Use an optimizer that takes gradients."
+        f"{type(optimizer).__name__} requires a closure that calls the loss inside step(), but"
+        " accelfn computes gradients before step(). Use an optimizer that needs no closure."
     )
     closure = signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -681,8 +724,8 @@ def _check_owned(
     if shapes:
         why = " Pass the model instance with these parameters, or an optimizer factory."
         msg = (
-            f"{type(optimizer).__name__} holds {len(shapes)} parameters that are not the"
-            f" model's (shapes {shapes[:5]}).{why if given_ready else ''}"
+            f"{type(optimizer).__name__} has {len(shapes)} parameters that the model does not"
+            f" have (shapes {shapes[:5]}).{why if given_ready else ''}"
         )
         raise OptimizerError(msg)
     ids = set(map(id, params))
@@ -690,20 +733,21 @@ def _check_owned(
     if missing:
         msg = (
             f"{type(optimizer).__name__} lacks {len(missing)} trainable parameters:"
-            f" {', '.join(missing[:5])}. Give it all of them, or freeze these with"
-            " requires_grad_(False)."
+            f" {', '.join(missing[:5])}. Create it with all trainable parameters, or freeze the"
+            " missing ones with requires_grad_(False)."
         )
         raise OptimizerError(msg)
 
 
-# The device of an optimizer's state: counts on the host, all else with the parameter.
+# The device of an optimizer's state: counts are on the CPU, all else is with the parameter.
 #
-# torch's optimizers count the updates of each parameter in a tensor, and compute numbers from
-# it. Each would wait for a device. So the count is on the host, unless a kernel reads it.
+# torch's optimizers count the updates of each parameter in a tensor, and read it to compute
+# other numbers. On a GPU, each read would wait. So the count is on the CPU, unless a kernel
+# reads it.
 
 
 def is_count(key: str, value: torch.Tensor) -> bool:
-    """Whether an entry is a number, and not a value of a parameter that is a number too."""
+    """Return whether an entry is a scalar such as a count, and not a value like the parameter."""
     return key in {"step", "mu_product", "eta", "mu"} and not value.dim()
 
 
@@ -713,12 +757,13 @@ def place_opt_state(
     optimizer: Optimizer,
     module: nn.Module,
 ) -> dict[str, dict[str, Any]]:
-    """Return an optimizer's state on the devices where the optimizer would have created it.
+    """Move an optimizer's state to the devices where the optimizer would have created it.
 
     Args:
-        opt_state: the state by parameter name; other entries and shards stay where they are.
-        params: the parameters, on their devices.
-        optimizer: the prototype of the definition.
+        opt_state: the state by parameter name. DTensors, and entries that belong to no
+            parameter, are not moved.
+        params: the parameters by name.
+        optimizer: the prototype in the definition.
         module: the module with the prototype's parameters.
     """
     names = {id(meta): name for name, meta in module.named_parameters()}
@@ -742,14 +787,14 @@ def place_opt_state(
     }
 
 
-# The optimizers of the package lomo-optim, which update parameters from their own hooks.
+# The optimizers of the package lomo-optim, which update parameters in hooks of backward.
 #
-# These hooks run in the backward pass before gradients are divided or cross the ranks. accelfn
-# calls the package's update of one parameter when its gradient is complete.
+# These hooks would run before gradients are divided and reduced over ranks. So accelfn calls
+# the package's function for one parameter when the gradient of that parameter is complete.
 
 
 _OURS = {
-    "clip_grad_norm": "af.clip_grad_norm, which sees all gradients",
+    "clip_grad_norm": "af.clip_grad_norm(...)",
     "loss_scale": "af.autocast('fp16')",
     "loss_scale_args": "af.autocast('fp16')",
 }
@@ -757,27 +802,27 @@ _MOMENTS = {1: ("exp_avg_sq",), 2: ("exp_avg_sq_row", "exp_avg_sq_col")}
 
 
 class _Model:
-    """A stand-in for the package's model, with the one parameter to update."""
+    """An object that the package uses as the model; it has only the parameter to update."""
 
     def __init__(self) -> None:
         self.named: NamedParameters = []
 
     def named_parameters(self) -> NamedParameters:
-        """Return the parameter, or none while the package adds hooks."""
+        """Return the parameter to update; an empty list while the package adds hooks."""
         return self.named
 
     def parameters(self) -> list[torch.Tensor]:
-        """Return a tensor for the constructor of a torch optimizer."""
+        """Return any tensor, because torch's constructor needs one."""
         return [torch.zeros(1)]
 
 
 class PerParameter(Optimizer):
-    """A torch optimizer that calls the package's update, parameter by parameter."""
+    """A torch optimizer that calls the package's update function for each parameter."""
 
     def __init__(
         self, named: NamedParameters, kind: type, options: dict[str, Any]
     ) -> None:
-        """Take named parameters, a class of the package, and its options."""
+        """Initialize with named parameters, a class of the package, and its options."""
         optimizer = _made_lomo(kind, options)[0]
         hyper = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
         super().__init__([param for _, param in named], hyper)
@@ -786,8 +831,9 @@ class PerParameter(Optimizer):
         for name, param in named:
             if self.adapts and param.ndim not in _MOMENTS:
                 msg = (
-                    f"{kind.__name__} keeps moments of vectors and matrices, but {name!r} has"
-                    f" the shape {tuple(param.shape)}. Use af.combine_optimizers for the rest."
+                    f"{kind.__name__} supports only vectors and matrices, but {name!r} has the"
+                    f" shape {tuple(param.shape)}. Use another optimizer for such parameters, with"
+                    " af.combine_optimizers."
                 )
                 raise OptimizerError(msg)
 
@@ -809,7 +855,7 @@ class PerParameter(Optimizer):
                     inner.grad_func(None)
 
     def _lend_moments(self, inner: Any, param: nn.Parameter) -> None:
-        """Let the package use the moments in this optimizer's state."""
+        """Let the package's update of a parameter use the moments in this optimizer's state."""
         entry, names = self.state[param], _MOMENTS[param.ndim]
         if not entry:
             entry["step"] = torch.zeros(())
@@ -821,7 +867,7 @@ class PerParameter(Optimizer):
             getattr(inner, name)[""] = entry[name]
 
 
-# not attributes, because a copy would update the parameters of the original
+# not an attribute, because a copied optimizer would then update the original's parameters
 _inner_of: "weakref.WeakKeyDictionary[PerParameter, tuple[Any, _Model]]"
 _inner_of = weakref.WeakKeyDictionary()
 
@@ -834,25 +880,26 @@ def _made_lomo(kind: type, options: dict[str, Any]) -> tuple[Any, _Model]:
 
 
 def lomo(kind: type, **options: Any) -> Callable[[NamedParameters], Optimizer]:
-    """Return a factory of an optimizer of the package lomo-optim, for `TrainState.create`.
+    """Use an optimizer of the package lomo-optim: pass the result to `TrainState.create`.
 
-    With `af.optimizer_in_backward()` each gradient is freed as soon as it is complete, as the
-    package intends; without it, this is an optimizer like any other. Schedules, ranks,
-    checkpoints and `af.combine_optimizers` work as with torch's optimizers.
+    With `af.optimizer_in_backward()`, the memory of each gradient is freed as soon as the
+    gradient was applied, as the package intends. Without it, the optimizer works like any other.
+    Schedules, several ranks, checkpoints and `af.combine_optimizers` work as with torch's
+    optimizers.
 
     Acts on: nothing; it is part of the definition.
 
     Args:
         kind: `lomo_optim.Lomo` or `lomo_optim.AdaLomo`.
-        options: the package's options, without those that a transform replaces.
+        options: the options of that class, except those that a transform replaces.
 
-    Law: an update equals the package's; `Lomo` is plain SGD in float32.
+    Law: an update is that of the package. `Lomo` is plain SGD in float32.
 
-    Cost: the package's update, one parameter at a time.
+    Cost: the update of the package, one parameter at a time.
 
     Raises:
-        OptimizerError: a transform replaces the option; or, when the state is created,
-            `AdaLomo` has no moments for a parameter.
+        OptimizerError: a transform replaces the option. Or, when the state is created,
+            `AdaLomo` does not support the shape of a parameter.
 
     References:
         Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited
@@ -860,6 +907,6 @@ def lomo(kind: type, **options: Any) -> Callable[[NamedParameters], Optimizer]:
         Rate".
     """
     for name in options.keys() & _OURS.keys():
-        msg = f"af.lomo({kind.__name__}, {name}=...): use {_OURS[name]}."
+        msg = f"af.lomo({kind.__name__}, {name}=...): add {_OURS[name]} to the setup instead."
         raise OptimizerError(msg)
     return partial(PerParameter, kind=kind, options=options)
