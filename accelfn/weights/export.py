@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export a state's model as safetensors files, or its parameters as full tensors."""
+"""Export a state's model to safetensors files, or its parameters as full (unsharded) tensors."""
 
 import json
 import os
@@ -35,7 +35,7 @@ from accelfn.state.state import TrainState, check_state
 from accelfn.state.views import params_at
 from accelfn.world import World
 
-# File names of Hugging Face tools: one file, or numbered shards with an index.
+# The files that Hugging Face tools expect: one file, or several numbered files with an index.
 
 
 WEIGHTS = "model.safetensors"
@@ -44,15 +44,18 @@ INDEX = "model.safetensors.index.json"
 T = TypeVar("T")
 _PLAIN_NAME = re.compile(r"[^/\\:\0]+")
 _PIECE = 2**18
-"""Elements that are converted at once."""
+"""The number of elements that are converted at once."""
 _LARGEST = 100_000_000
-"""Maximum bytes of a header or an index; the limit of safetensors."""
+"""The maximum number of bytes of a header or an index, as in safetensors."""
 
 
 def split_into_files(
     tensors: Mapping[str, torch.Tensor], limit: int
 ) -> dict[str, list[str]]:
-    """Assign tensors to files in order; a tensor above the limit gets its own file."""
+    """Assign tensors to files, in order; return the names of the tensors in each file.
+
+    A file has at most `limit` bytes of tensors. A larger tensor gets its own file.
+    """
     shards, open_, total = list[list[str]](), list[str](), 0
     for name, tensor in tensors.items():
         size = tensor.nbytes
@@ -78,7 +81,7 @@ def split_into_files(
 def index_of(
     plan: Mapping[str, Sequence[str]], tensors: Mapping[str, torch.Tensor]
 ) -> bytes:
-    """Return the JSON index of several files."""
+    """Return the index of several files, as JSON."""
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": {name: file for file, names in plan.items() for name in names},
@@ -88,18 +91,18 @@ def index_of(
 
 @attrs.frozen
 class Shards:
-    """A model's tensors in files.
+    """The tensors of a model in safetensors files.
 
     Attributes:
         tables: the description of each file, by its path.
-        places: the file of each tensor, by name; in reading order.
+        places: the path of each tensor's file, by the tensor's name, in the order of reading.
     """
 
     tables: Mapping[Path, files.File]
     places: Mapping[str, Path]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return dtypes and shapes, as tensors on the meta device."""
+        """Return all tensors by name, without values, on the meta device."""
         metas: dict[str, torch.Tensor] = {}
         for name, path in self.places.items():
             entry = self.tables[path].tensors[name]
@@ -114,9 +117,9 @@ class Shards:
         return tensor
 
     def read_to(self, name: str, tensor: torch.Tensor) -> None:
-        """Read a tensor into the memory of a contiguous tensor of its shape.
+        """Read a tensor into the memory of another tensor, which is contiguous.
 
-        If the dtypes differ, values are converted in pieces, without a full second copy.
+        If the dtypes differ, values are converted in pieces, so no second tensor is needed.
 
         Raises:
             CheckpointCorruptError: the file is missing, or too short.
@@ -143,7 +146,7 @@ class Shards:
 
     @contextmanager
     def _open(self, name: str) -> Generator[tuple[BinaryIO, int, torch.dtype]]:
-        """Open a tensor's file; yield it with the tensor's first byte and dtype."""
+        """Open a tensor's file; yield it with the offset and the dtype of the tensor."""
         path = self.places[name]
         entry = self.tables[path].tensors[name]
         try:
@@ -155,7 +158,7 @@ class Shards:
 
 
 def open_weights(source: Path) -> Shards:
-    """Return the tensors of a file, a folder or an index.
+    """Return the tensors in a safetensors file, in a folder, or in the files of an index.
 
     Raises:
         CheckpointError: the path has no safetensors files.
@@ -167,7 +170,7 @@ def open_weights(source: Path) -> Shards:
     )
     if not is_known and not arguments.is_directory(source):
         msg = (
-            f"{source} is neither a .safetensors file, a folder with one, nor an index."
+            f"{source} is not a .safetensors file, a folder with such files, or their index."
             f"{reader_of(source)}"
         )
         raise CheckpointError(msg)
@@ -183,16 +186,16 @@ def open_weights(source: Path) -> Shards:
 def read_parts(
     source: Path, weights: str, index: str, read: Callable[[Path], Mapping[str, T]]
 ) -> dict[str, T]:
-    """Read the tensors of a file, a folder or an index, by name.
+    """Read the tensors in a file, in a folder, or in the files of an index, by name.
 
     Args:
-        source: the path.
-        weights: the name of the file in a folder that has one.
+        source: the path of the file, folder or index.
+        weights: the name of the file in a folder with a single file.
         index: the name of the index in a folder with several files.
-        read: reads a file.
+        read: a function of a path that reads a file, and returns its tensors by name.
 
     Raises:
-        CheckpointError: a folder has neither.
+        CheckpointError: the folder has neither such a file nor such an index.
         CheckpointCorruptError: the index is damaged, or does not fit the files.
     """
     path = source
@@ -201,8 +204,8 @@ def read_parts(
         if not names:
             present = sorted(path.name for path in source.iterdir())[:10]
             msg = (
-                f"{source} has neither {weights} nor {index}; it has"
-                f" {present}.{reader_of(source)}"
+                f"{source} has neither {weights} nor {index}, but"
+                f" {', '.join(present) or 'no file'}.{reader_of(source)}"
             )
             raise CheckpointError(msg)
         path = source / names[0]
@@ -230,23 +233,23 @@ def _weight_map(path: Path, ending: str) -> dict[str, str]:
     index = _json(path, _bytes(path))
     named = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(named, dict):
-        msg = f"{path} is no index: it has no weight_map from names to files."
+        msg = f'{path} is not an index: it has no "weight_map" from tensor names to files.'
         raise CheckpointCorruptError(msg)
     for name, file in named.items():
         plain = isinstance(file, str) and _PLAIN_NAME.fullmatch(file)
         if not plain or not file.endswith(ending):
             msg = (
-                f"{path} says that {name!r} is in {file!r}, which is not the plain name of"
-                f" a {ending} file next to it."
+                f"{path} says that {name!r} is in {file!r}, which is not the name of a {ending}"
+                " file in the same folder."
             )
             raise CheckpointCorruptError(msg)
     return named
 
 
 def _table(path: Path) -> tuple[Path, files.File]:
-    """Return a file's resolved path, and its description after comparing it with the length.
+    """Return a file's resolved path and its description, after checking its length.
 
-    Follows links: hubs keep files under the names of their digests, with links to them.
+    Symbolic links are followed, because caches of model hubs consist of links.
     """
     data = _bytes(path, header=True)
     header = _json(path, data)
@@ -261,7 +264,12 @@ def _table(path: Path) -> tuple[Path, files.File]:
 
 
 def _file(header: dict[str, Any], first: int, size: int) -> files.File:
-    """Return a file's description from its header, the first tensor's offset and the size.
+    """Return a file's description, from its header and its size.
+
+    Args:
+        header: the header as JSON.
+        first: the offset of the first byte after the header.
+        size: the number of bytes of the file.
 
     Raises:
         ValueError: the tensors do not fill the file.
@@ -284,13 +292,13 @@ def _file(header: dict[str, Any], first: int, size: int) -> files.File:
     blank = {"blake3": "", "header_blake3": ""}
     file = files.File.from_plain({"size": size, **blank, "tensors": tensors})
     if min((tensor.begin for tensor in file.tensors.values()), default=first) != first:
-        msg = "its tensors do not begin behind its header"
+        msg = "its first tensor does not begin directly after its header"
         raise ValueError(msg)
     return file
 
 
 def _bytes(path: Path, *, header: bool = False) -> bytes:
-    """Read a file, or its header, up to a maximum length.
+    """Read a whole file, or only its safetensors header, up to a maximum length.
 
     Raises:
         CheckpointError: the file is missing.
@@ -303,13 +311,13 @@ def _bytes(path: Path, *, header: bool = False) -> bytes:
             length = int.from_bytes(stream.read(8), "little") if header else size
             if length > min(size - 8 * header, _LARGEST):
                 msg = (
-                    f"{path} of {size} bytes would have {length} of JSON; it is cut off, or"
-                    " something else."
+                    f"{path} has {size} bytes, but should have {length} bytes of JSON. The file is"
+                    " truncated, or has another format."
                 )
                 raise CheckpointCorruptError(msg)
             return stream.read(length)
     except FileNotFoundError as error:
-        msg = f"{path} is not there."
+        msg = f"{path} does not exist."
         raise CheckpointError(msg) from error
     except OSError as error:
         msg = f"{path} cannot be read: {error}"
@@ -334,29 +342,31 @@ def export_model(
 ) -> None:
     """Write a state's model to a new directory for Hugging Face tools; call it on all ranks.
 
-    The directory has `model.safetensors`, or `model-00001-of-0000n.safetensors` and so on
-    with `model.safetensors.index.json`. Names are those of the model's `state_dict()`,
-    including persistent buffers; a tied parameter is written once. Rank 0 writes, and the
-    directory appears by one rename when all files are on the disk.
+    The directory has `model.safetensors`, or several files such as
+    `model-00001-of-00002.safetensors` with `model.safetensors.index.json`. Tensors have their
+    names in the model's `state_dict()`, which includes persistent buffers. A tied parameter is
+    written once. Only rank 0 writes. The directory gets its name when all files are on the disk.
 
     Args:
-        state: not donated and not changed.
+        state: the state, which is not donated and not changed.
         directory: a path that does not exist yet.
-        max_shard_size: the maximum size of a file's tensors, in bytes or as "5GB" or "100MiB";
-            a larger tensor gets its own file.
-        at: "train" exports the trained parameters of rank 0, "eval" the parameters for evaluation
-            (see `ema`, `local_sgd`). You may omit it if these are the same.
+        max_shard_size: the maximum size of the tensors in a file, in bytes or as a string such
+            as "5GB" or "100MiB". A larger tensor gets its own file.
+        at: which parameters to export. "train": the trained parameters of rank 0. "eval": the
+            parameters for evaluation (see `ema` and `local_sgd`). You can leave it out if both
+            are the same.
 
-    Law: `import_model` gives these tensors, bitwise, for any size of the files.
+    Law: `import_model` returns bitwise these tensors, for any `max_shard_size`.
 
-    Cost: rank 0 reads the tensors once and copies them to the host, one tensor at a time, or
-    one file's tensors if they are sharded. Plus the cost of `eval_params`, and a small gather
-    per file.
+    Cost: rank 0 reads the tensors once, and copies them to host memory one at a time. If they
+    are sharded, it copies all tensors of one file at a time. Added to that is the cost of the
+    transforms' `eval_params`, and a small gather for each file.
 
     Raises:
-        CheckpointWriteError: on every rank, if writing failed; no directory of this name is
+        CheckpointWriteError: on every rank, if writing failed. No directory of this name is
             left.
-        ArgumentError: the size is not a valid size; or the parameters differ, and `at` is missing.
+        ArgumentError: the size is not valid; or the parameters for training and evaluation
+            differ, and `at` is missing.
     """
     call = "af.export_model(state, directory)"
     check_state(call, state)
@@ -396,20 +406,22 @@ def export_model(
 def full_params(
     state: TrainState, *, at: Literal["train", "eval"] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return full copies of the parameters on the host, by name; call it on all ranks.
+    """Return full (unsharded) copies of the parameters on the CPU; call it on all ranks.
 
-    A tied parameter has all of its names, as in `state_dict()`, for one tensor.
+    The result is a dict by name. A tied parameter appears under all of its names, as in
+    `state_dict()`, with the same tensor.
 
     Args:
-        state: not donated and not changed.
-        at: "train" returns the trained parameters of this rank, "eval" the parameters for
-            evaluation (see `ema`, `local_sgd`). You may omit it if these are the same.
+        state: the state, which is not donated and not changed.
+        at: which parameters to return. "train": the trained parameters of this rank. "eval":
+            the parameters for evaluation (see `ema` and `local_sgd`). You can leave it out if
+            both are the same.
 
-    Cost: a copy of the parameters on each rank; if they are sharded, a gather for every
-        32 MiB.
+    Cost: each rank has a copy of all parameters. If they are sharded, there is a gather for
+        every 32 MiB.
 
     Raises:
-        ArgumentError: the parameters differ, and `at` is missing.
+        ArgumentError: the parameters for training and evaluation differ, and `at` is missing.
     """
     call = "af.full_params(state)"
     check_state(call, state)
@@ -431,38 +443,41 @@ def save_pretrained(
     at: Literal["train", "eval"] | None = None,
     **options: Any,
 ) -> None:
-    """Call the model's own `save_pretrained` on rank 0; call it on all ranks.
+    """Save a state's model with the model's own `save_pretrained`; call it on all ranks.
 
-    For models that write more than weights, such as those of Transformers: `from_pretrained`
-    can read the directory. The directory appears when all files are written.
+    Use this function for models that save more than weights, such as models of Transformers.
+    Their `from_pretrained` can read the directory. Only rank 0 calls the model's method. The
+    directory gets its name when all files are written.
 
     Args:
-        state: not donated and not changed.
+        state: the state, which is not donated and not changed.
         directory: a path that does not exist yet.
-        at: "train" writes the trained parameters of rank 0, "eval" the parameters for evaluation
-            (see `ema`, `local_sgd`). You may omit it if these are the same.
-        **options: passed to the model's method, such as `max_shard_size`.
+        at: which parameters to save. "train": the trained parameters of rank 0. "eval": the
+            parameters for evaluation (see `ema` and `local_sgd`). You can leave it out if both
+            are the same.
+        **options: arguments of the model's method, such as `max_shard_size`.
 
-    Cost: the cost of the model's method; if parameters are sharded, a full copy on the host.
+    Cost: the cost of the model's method. If parameters are sharded, rank 0 also needs a full
+    copy of them in host memory.
 
     Raises:
-        CheckpointWriteError: on every rank, if the method failed; no directory of this name is
+        CheckpointWriteError: on every rank, if the method failed. No directory of this name is
             left.
         ModelError: the model has no such method.
-        ArgumentError: `options` ask to upload the directory; or the parameters differ, and `at`
-            is missing.
+        ArgumentError: `options` has `push_to_hub`; or the parameters for training and
+            evaluation differ, and `at` is missing.
     """
     call = "af.save_pretrained(state, directory)"
     check_state(call, state)
     path = as_path(call, directory, "a directory")
     if not callable(getattr(state.definition.skeleton.module, "save_pretrained", None)):
         kind = type(state.definition.skeleton.module).__name__
-        msg = f"{kind} has no save_pretrained; use af.export_model(state, ...)."
+        msg = f"The model, a {kind}, has no save_pretrained. Use af.export_model(state, directory)."
         raise ModelError(msg)
     if options.get("push_to_hub"):
         msg = (
-            "af.save_pretrained(push_to_hub=True): it writes to a directory that has its name"
-            " only afterwards. Upload that."
+            "af.save_pretrained(push_to_hub=True): accelfn renames the directory after the model"
+            " has written it, so the model cannot upload it. Upload it after this call."
         )
         raise ArgumentError(msg)
     params = params_at(state, call, at)
@@ -486,27 +501,28 @@ def save_pretrained(
 def _exported_tensors(
     state: TrainState, params: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors to export, each under its first name in the state dict.
+    """Return the tensors to export, each with its first name in the state dict.
 
     Raises:
         CheckpointError: a value in the state dict is not a parameter or buffer.
-        PlainDataError: safetensors cannot hold a tensor.
+        PlainDataError: a tensor cannot be saved in a safetensors file.
     """
     module = state.definition.skeleton.module
     values = {id(p): params[name] for name, p in module.named_parameters()}
     values |= {id(b): state.buffers[name] for name, b in module.named_buffers()}
     tensors, table, ids = dict[str, torch.Tensor](), Table(), set[int]()
     for name, meta in module.state_dict(keep_vars=True).items():
-        if meta is None:  # a module without extra state, as in Megatron
+        if meta is None:  # in models of Megatron, a module without extra state
             continue
         if id(meta) not in values:
             msg = (
-                f"{name} in the model's state_dict() is a {type(meta).__name__}, not a tensor."
-                " Use torch.save(model.state_dict(), ...) on the module of af.borrow_model(state)."
+                f"{name} in the model's state_dict() is a {type(meta).__name__}, not a parameter or"
+                " buffer. Use torch.save(model.state_dict(), file) inside `with"
+                " af.borrow_model(state) as model:`."
             )
             raise CheckpointError(msg)
         if not is_word(name):
-            msg = f"{name!r} is not a text that files can hold; give the tensor another name."
+            msg = f"The tensor name {name!r} cannot be written to a file. Rename the tensor."
             raise PlainDataError(msg)
         tensor = values[id(meta)]
         if id(meta) not in ids:
@@ -520,7 +536,7 @@ def _exported_tensors(
 def _gather_to_main(
     tensors: Mapping[str, torch.Tensor], job: Save, world: World
 ) -> dict[str, torch.Tensor]:
-    """Gather sharded tensors to rank 0; return all tensors there, and {} on other ranks."""
+    """Gather sharded tensors on rank 0; return all tensors on rank 0, and {} on other ranks."""
     full = {n: t for n, t in tensors.items() if not is_shard(t)}
     for some in by_calls(tensors, world, label="gather what is exported"):
         full |= {n: _host(t) for n, t in some.items()} if job.rank == 0 else {}
@@ -528,7 +544,7 @@ def _gather_to_main(
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the host."""
+    """Return a tensor in host memory."""
     return tensor.detach().cpu().resolve_conj().resolve_neg()
 
 
@@ -543,7 +559,7 @@ def _by_its_own_method(
     directory: Path,
     options: Mapping[str, Any],
 ) -> None:
-    """Call `save_pretrained` of a module with these tensors.
+    """Call the model's own `save_pretrained` with these parameters and buffers.
 
     Raises:
         CheckpointError: the method failed.
@@ -554,6 +570,6 @@ def _by_its_own_method(
     try:
         module: Any = skeleton.build(tensors, buffers)
         module.save_pretrained(directory, **options)
-    except Exception as error:  # any error: other ranks wait for the outcome
+    except Exception as error:  # catch all, because other ranks wait for the outcome
         msg = f"{type(error).__name__}: {error}"
         raise CheckpointError(msg) from error

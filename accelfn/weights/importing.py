@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`import_model`: load weights from safetensors files into a model."""
+"""`import_model`: load weights from safetensors files into a module."""
 
 import math
 import mmap
@@ -33,18 +33,18 @@ from accelfn.errors import ArgumentError, CheckpointError, ModelError
 from accelfn.model.model import parameters_on_meta
 from accelfn.weights.export import Shards, open_weights
 
-# Models without parameter values: initialisers do nothing, and reading values is an error.
+# Build models without parameter values: initializers do nothing, and reading values raises.
 
 
 _DRAWS = {name for name in dir(init) if name.strip("_") == name[:-1]}
-"""Names of initialisers; libraries replace torch's functions by their own."""
+"""The names of initializers. Names are compared, because libraries replace torch's functions."""
 
 
 class Valueless(TorchFunctionMode):
-    """Skips initialisers of meta tensors, which cost 0.1 ms each in torch.
+    """Skips initializers of meta tensors, and raises `ModelError` if values are read.
 
-    Turns torch's errors about missing values into `ModelError`: torch's `parametrize` ignores
-    some of these errors, and would build another model.
+    A skipped initializer saves 0.1 ms. torch's own errors about missing values are not enough:
+    its `parametrize` ignores some of them, and would build a different model.
     """
 
     def __torch_function__(
@@ -54,10 +54,10 @@ class Valueless(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call a function, unless it initializes a tensor without values.
+        """Call a function of torch, but skip it if it initializes a meta tensor.
 
         Raises:
-            ModelError: the function needs values of a meta tensor.
+            ModelError: the function reads values of a meta tensor.
         """
         del types
         kwargs = kwargs or {}
@@ -77,17 +77,17 @@ class Valueless(TorchFunctionMode):
 def _needs_values(function: str, error: Exception) -> str:
     reason = str(error).splitlines()[0].rstrip(".")
     return (
-        f"The model takes values of its parameters as it is built, by {function}, and in"
-        f" af.empty_weights() or a factory they have no values: {reason}."
-        " Build the model with values, as af.import_model(Net(), files)."
+        f"The model reads values of its parameters in {function} while it is built, but in"
+        f" af.empty_weights() or a factory, parameters have no values: {reason}. Build the model"
+        " with values: af.import_model(Net(), files)."
     )
 
 
-# Models with parameters on meta and buffers with values.
+# Build models with parameters on meta, but with real buffers.
 #
-# Files do not have buffers that are not persistent, such as a table of rotary angles: only the
-# module's code can compute them. So a factory runs with only its parameters on meta. A model of
-# Transformers that is completely on meta is built again that way from its configuration.
+# Files do not have buffers that are not persistent, such as a table of rotary angles. Only the
+# module's code can compute them. So a factory runs with only its parameters on meta. If a model
+# of Transformers is completely on meta, accelfn builds it again from its configuration.
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -96,40 +96,45 @@ Source: TypeAlias = M | Callable[[], M]
 
 @contextmanager
 def empty_weights() -> Generator[None]:
-    """Build modules in a `with` block whose parameters have no values.
+    """Build modules without parameter values in a `with` block, to fill with `af.import_model`.
 
-    Each parameter moves to the meta device when a module registers it, so only one parameter
-    has memory at a time. torch's initialisers skip parameters without values. Buffers keep the
-    values that the module's code gives them, because files lack buffers that are not persistent,
-    such as tables of rotary angles. `af.import_model` fills the parameters.
+    Each parameter moves to the meta device when a module registers it, so at most one parameter
+    needs memory at a time. torch's initializers do nothing for such parameters. Buffers have
+    their real values, because files do not have buffers that are not persistent, such as tables
+    of rotary angles.
 
-    The block affects its own thread only. A parameter in two places stays one parameter, and
-    `requires_grad` does not change. Nothing in torch is patched, no effect remains after the
-    block, even after an error, and you can nest blocks.
+    The block affects only modules of the same thread. Tied parameters remain tied, and
+    `requires_grad` does not change. Nothing in torch is patched. After the block, also after an
+    error, no effect remains. You can nest blocks.
 
-    Law: a model of such a block after `af.import_model(model, files)` has bitwise the parameters
-    and buffers, ties included, of the model that wrote the files.
+    Law: after `af.import_model(model, files)`, a model from such a block has bitwise the same
+    parameters, buffers and ties as the model that was saved.
 
-    Cost: the memory of one parameter, without writing to it.
+    Cost: the memory of one parameter, which is not written to.
 
     Raises:
-        ModelError: a module is lazy, so its parameters have no shape; or it reads values of its
-            parameters while it is built, as `parametrizations.orthogonal` does.
+        ModelError: a module is lazy, so its parameters have no shape. Or a module reads values
+            of its parameters while it is built, as `parametrizations.orthogonal` does.
     """
     with parameters_on_meta(), Valueless():
         yield
 
 
 def build_model(caller: str, source: Source[M]) -> M:
-    """Return a given module, or build a factory's module with parameters on meta.
+    """Return a module unchanged, or call a factory with its parameters on meta.
+
+    Args:
+        caller: the name of the public function in errors.
+        source: a module or a factory.
 
     Raises:
-        ModelError: the source is neither, or the factory takes arguments.
+        ModelError: the source is neither a module nor a factory, or the factory needs arguments.
     """
     if isinstance(source, nn.Module):
         return cast("M", source)
     problem = (
-        f"{caller}(model={source!r}): expected a torch.nn.Module, or a factory of one"
+        f"{caller}(model={source!r}): expected a torch.nn.Module, or a function that returns"
+        " one"
     )
     if not callable(source):
         msg = f"{problem}."
@@ -137,7 +142,7 @@ def build_model(caller: str, source: Source[M]) -> M:
     error = call_mismatch(source)
     if error is not None:
         name = getattr(source, "__name__", "factory")
-        msg = f"{problem} that takes no argument: {error}. Write functools.partial({name}, ...)."
+        msg = f"{problem} without arguments: {error}. Write functools.partial({name}, ...)."
         raise ModelError(msg) from error
     with empty_weights():
         model = source()
@@ -150,9 +155,9 @@ def build_model(caller: str, source: Source[M]) -> M:
 def rebuild_buffers(
     model: nn.Module, names: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """Compute buffers of a model on meta again, by name, if possible.
+    """Compute the values of buffers that are on meta, as far as possible; return them by name.
 
-    Possible for models of Transformers, because a `config` is enough to build them.
+    This works for models of Transformers, because they can be built again from their `config`.
     """
     library = sys.modules.get("transformers.modeling_utils")
     values: dict[str, torch.Tensor] = {}
@@ -172,18 +177,18 @@ def rebuild_buffers(
     return {name: value for name, value in values.items() if not value.is_meta}
 
 
-# Memory-mapped tensors of safetensors files: only pages that were read take memory.
+# Memory-map tensors in safetensors files: only pages that are used need memory.
 
 
 @attrs.frozen(eq=False)
 class Mapped:
-    """A memory-mapped tensor of a file.
+    """A memory-mapped tensor in a file.
 
     Attributes:
-        tensor: the tensor; the system reads its pages on access.
-        file: the mapping.
-        begin: the offset of the tensor's first byte.
-        end: the offset after its last byte.
+        tensor: the tensor. The system reads a page of it when the page is used.
+        file: the memory map of the file.
+        begin: the offset of the tensor's first byte in the file.
+        end: the offset after the tensor's last byte.
     """
 
     tensor: torch.Tensor
@@ -192,7 +197,7 @@ class Mapped:
     end: int
 
     def drop(self) -> None:
-        """Release the pages of this tensor alone; the system reads them again on access."""
+        """Free the memory of this tensor's pages; the system reads them again when needed."""
         first = -(-self.begin // mmap.PAGESIZE) * mmap.PAGESIZE
         last = self.end // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first and hasattr(self.file, "madvise"):
@@ -201,22 +206,22 @@ class Mapped:
 
 @attrs.frozen(eq=False)
 class Maps:
-    """Memory maps of files; maps a file when its first tensor is needed.
+    """The memory maps of several files; a file is mapped when its first tensor is needed.
 
     Attributes:
-        shards: the tensors in the files.
+        shards: the description of the tensors in the files.
     """
 
     shards: Shards
     _opened: dict[Path, mmap.mmap] = attrs.field(factory=dict, init=False)
 
     def map_tensor(self, name: str) -> Mapped:
-        """Map a tensor without reading it."""
+        """Return a memory-mapped tensor, without reading it."""
         path = self.shards.places[name]
         entry = self.shards.tables[path].tensors[name]
         if path not in self._opened:
             with files.open_plain(path) as stream:
-                # a private mapping: what is written into it never goes to the file
+                # with ACCESS_COPY, writes to the tensor never change the file
                 file = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
             self._opened[path] = file
         file, dtype = self._opened[path], files.DTYPES[entry.dtype]
@@ -229,34 +234,34 @@ class Maps:
         return Mapped(values, file, entry.begin, entry.end)
 
     def read(self, name: str) -> torch.Tensor:
-        """Map a tensor, or read it if the file does not align it."""
+        """Return a memory-mapped tensor; if it is not aligned in the file, read it instead."""
         values = self.map_tensor(name).tensor
         return values if files.is_aligned(values) else self.shards.read(name)
 
 
 def map_weights(source: Path) -> Mapping[str, Mapped]:
-    """Map all tensors of a file, a folder or an index, by name, without reading them."""
+    """Memory-map all tensors in a file, a folder or the files of an index, by name."""
     maps = Maps(open_weights(source))
     return {name: maps.map_tensor(name) for name in maps.shards.places}
 
 
-# Filling a model's tensors one at a time, on any device and in any dtype.
+# Fill the tensors of a model one at a time, on any device and in any dtype.
 
 
 _Places: TypeAlias = dict[int, list[tuple[nn.Module, str]]]
-"""Modules and attribute names, by the identity of the tensor that they hold."""
+"""For the `id` of each tensor, the modules that have it, and the name of the attribute."""
 
 
 @attrs.frozen(eq=False)
 class Incoming:
-    """Tensors that are read one by one.
+    """Saved tensors, which are read one at a time.
 
     Attributes:
         where: the name of the source in errors.
-        tensors: tensors with the dtypes and shapes, by name; their values are not used.
-        read: returns a tensor by name, in memory that the model then owns.
-        read_to: reads a tensor by name into existing memory of any floating-point dtype; None
-            if unsupported.
+        tensors: tensors with the saved dtypes and shapes, by name. Their values are not used.
+        read: a function of a name that returns the tensor, in new memory for the model.
+        read_to: a function of a name and a tensor that reads into the tensor's memory, in any
+            floating-point dtype; None if the source does not support this.
     """
 
     where: str
@@ -267,11 +272,11 @@ class Incoming:
 
 @attrs.frozen(eq=False)
 class Target:
-    """A tensor of a model, under all its names.
+    """A tensor of a model to fill, with all its names.
 
     Attributes:
-        names: of the model's state dict, in its order.
-        tensors: the parameters or buffers that share these values: mostly one.
+        names: the names of the tensor in the model's state dict, in order.
+        tensors: the parameter or buffer; several if they share memory.
     """
 
     names: tuple[str, ...]
@@ -280,33 +285,34 @@ class Target:
 
 @attrs.frozen(kw_only=True)
 class Placement:
-    """The device and the dtype of imported tensors.
+    """Decides the device and the dtype of imported tensors.
 
     Attributes:
-        device_map: devices by prefix of module names.
-        dtype: the dtype of floating-point tensors; None: the model's dtypes.
+        device_map: the devices, by the prefix of module names.
+        dtype: the dtype of floating-point tensors; None for the model's dtypes.
     """
 
     device_map: Mapping[str, torch.device]
     dtype: torch.dtype | None
 
     def device(self, name: str, old: torch.Tensor) -> torch.device:
-        """Return the device for a tensor of this name."""
+        """Return the device for a tensor, from its name and the model's tensor."""
         fitting = [prefix for prefix in self.device_map if _within(name, prefix)]
         if fitting:
             return self.device_map[max(fitting, key=len)]
         return torch.device("cpu") if old.is_meta else old.device
 
     def move(self, value: torch.Tensor, name: str, old: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on its device and in its dtype."""
+        """Move a tensor that was read to its device, and convert it to its dtype."""
         return value.to(self.device(name, old), self._dtype(value, old))
 
     def room(
         self, value: torch.Tensor, name: str, old: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return host memory to read into: the model's own if possible, or some to convert in.
+        """Return a tensor in host memory to read into; None to read into new memory.
 
-        None if reading into new memory is as good.
+        Return the model's tensor if its device and dtype fit. Otherwise, if the dtype must be
+        converted, return a new tensor.
         """
         dtype, device = self._dtype(value, old), self.device(name, old)
         if device != torch.device("cpu"):
@@ -326,19 +332,26 @@ class Placement:
 def placement(
     caller: str, model: nn.Module, device_map: Any, dtype: torch.dtype | None
 ) -> Placement:
-    """Check a caller's arguments, and return the placement of tensors.
+    """Check the arguments `device_map` and `dtype` of a public function.
+
+    Args:
+        caller: the name of the public function in errors.
+        model: the model to import into.
+        device_map: the devices, by the prefix of module names.
+        dtype: the dtype of floating-point tensors; None for the model's dtypes.
 
     Raises:
-        ArgumentError: a prefix names no module, a device is invalid, or a dtype not floating.
+        ArgumentError: a prefix names no module, a device is invalid, or the dtype is not a
+            floating-point dtype.
     """
     if dtype is not None and not (
         isinstance(dtype, torch.dtype) and dtype.is_floating_point
     ):
-        msg = f"{caller}(dtype={dtype!r}): expected a floating-point dtype, as torch.bfloat16."
+        msg = f"{caller}(dtype={dtype!r}): expected a floating-point dtype, such as torch.bfloat16."
         raise ArgumentError(msg)
     if device_map is not None and not isinstance(device_map, Mapping):
         msg = (
-            f"{caller}(device_map={device_map!r}): expected devices by names of modules,"
+            f"{caller}(device_map={device_map!r}): expected a dict from module names to devices,"
             f' or {{"": {device_map!r}}} for the whole model.'
         )
         raise ArgumentError(msg)
@@ -347,8 +360,8 @@ def placement(
         if not any(_within(name, prefix) for name in _named_tensors(model)):
             modules = [name for name, _ in model.named_children()]
             msg = (
-                f"{caller}(device_map={{{prefix!r}: ...}}): the model has no such module."
-                f" Its own are {list_names(modules)}."
+                f"{caller}(device_map={{{prefix!r}: ...}}): the model has no module of this name."
+                f" Its modules are: {list_names(modules) or 'none'}."
             )
             raise ArgumentError(msg)
         try:
@@ -371,18 +384,20 @@ def fill_model(
     dtype: torch.dtype | None,
     strict: bool,
 ) -> M:
-    """Return a model with the values that are read, after comparing all names and shapes.
+    """Compare all names and shapes, and fill a model with saved values.
 
     Args:
-        call: the caller, for errors.
-        source: a module, or a factory of one.
-        open_files: called after the other arguments were checked.
-        device_map: devices by prefix of module names.
-        dtype: the dtype of floating-point tensors; None: the model's dtypes.
-        strict: False only warns about names that are missing or unexpected.
+        call: the name of the public function in errors.
+        source: a module, or a factory.
+        open_files: returns the saved tensors; called after the other arguments were checked.
+        device_map: the devices, by the prefix of module names.
+        dtype: the dtype of floating-point tensors; None for the model's dtypes.
+        strict: whether missing or unexpected names are an error. False only warns.
+
+    Returns: the model.
 
     Raises:
-        CheckpointError: names differ and `strict` is true, or shapes or kinds differ.
+        CheckpointError: names differ and `strict` is true, or shapes or dtypes do not fit.
         ModelError: a tensor of the model cannot be filled.
         ArgumentError: a device, module or dtype is invalid.
     """
@@ -412,7 +427,10 @@ def fill_model(
 def _give(
     target: Target, incoming: Incoming, name: str, place: Placement, places: _Places
 ) -> None:
-    """Fill a tensor; keeps no reference to the values, so that the next can use the memory."""
+    """Fill one tensor of the model with the saved tensor of a name.
+
+    No reference to the saved values remains, so their memory is free for the next tensor.
+    """
     target_name, old = target.names[0], target.tensors[0]
     room = place.room(incoming.tensors[name], target_name, old)
     if incoming.read_to is None or room is None:
@@ -421,25 +439,25 @@ def _give(
         incoming.read_to(name, room)
         value = room
     if value is old:
-        torch.autograd.graph.increment_version(old)  # as a copy does
+        # autograd must notice the new values, as after an in-place copy
+        torch.autograd.graph.increment_version(old)
         return
     for tensor in target.tensors:
         _set(tensor, value, places.get(id(tensor), []))
 
 
 def _targets(model: nn.Module) -> list[Target]:
-    """Return the tensors of a model's state dict, tied tensors once.
+    """Return the tensors in a model's state dict; tied tensors are one target.
 
     Raises:
-        ModelError: a tensor cannot be filled.
+        ModelError: a tensor cannot be filled, because it is lazy or a DTensor.
     """
     named = _named_tensors(model)
     for name, tensor in named.items():
         if is_lazy(tensor) or is_shard(tensor):
-            kind = "a DTensor" if is_shard(tensor) else "lazy, without a shape yet"
-            msg = (
-                f"{name} is {kind}. Import into the model before that, or after a call."
-            )
+            msg = f"{name} is a lazy parameter without a shape. Call the model before the import."
+            if is_shard(tensor):
+                msg = f"{name} is a DTensor. Import the weights before you shard the model."
             raise ModelError(msg)
     ids = {id(tensor) for tensor in named.values()}
     groups: dict[Any, tuple[list[str], list[torch.Tensor]]] = {}
@@ -455,10 +473,12 @@ def _targets(model: nn.Module) -> list[Target]:
 def _rebuild_missing(
     model: nn.Module, targets: list[Target]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the meta tensors outside the state dict, and values for them, by name.
+    """Find meta tensors that are not in the state dict, and compute their values.
+
+    Returns: these tensors, and their values, both by name.
 
     Raises:
-        ModelError: a tensor would stay without values.
+        ModelError: the values of a tensor cannot be computed.
     """
     ids = {id(tensor) for target in targets for tensor in target.tensors}
     named = _named_tensors(model)
@@ -473,15 +493,15 @@ def _rebuild_missing(
     if missing:
         msg = (
             f"{list_names(missing)}: on the meta device, and not in the model's state dict, so"
-            " no file has values for it. Build the model in `with af.empty_weights():`, or give"
-            " a factory, as af.import_model(lambda: Net(...), ...)."
+            " files have no values for them. Build the model in `with af.empty_weights():`, or"
+            " pass a factory: af.import_model(lambda: Net(...), ...)."
         )
         raise ModelError(msg)
     return empty, values
 
 
 def _key(tensor: torch.Tensor) -> Any:
-    """Return a key that is equal for tensors that share their values."""
+    """Return a key that is equal for two tensors if they are the same memory."""
     if tensor.is_meta or not tensor.numel():
         return id(tensor)
     layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
@@ -491,7 +511,7 @@ def _key(tensor: torch.Tensor) -> Any:
 def _match_targets(
     targets: list[Target], incoming: Incoming, *, strict: bool
 ) -> dict[str, Target]:
-    """Return the model's tensor for each incoming name.
+    """Return the model's tensor to fill for each saved name.
 
     Raises:
         CheckpointError: names, shapes or dtypes do not fit.
@@ -506,7 +526,7 @@ def _match_targets(
         for name in named[1:]:
             del inputs[name]
     diff = differences(inputs, current)
-    # only what is floating-point on both sides is converted
+    # a dtype is converted only from floating-point to floating-point
     changes = {
         name: how
         for name, how in diff.dtypes.items()
@@ -519,9 +539,9 @@ def _match_targets(
     missing = [name for name in diff.missing if current[name].is_meta]
     if missing:
         msg = (
-            f"{incoming.where}: {list_names(missing)}: on the meta device, and not in the files."
-            " Build the model with values, not in af.empty_weights(), so that strict=False"
-            " can keep them."
+            f"{incoming.where}: tensors are on the meta device, but not in the files:"
+            f" {list_names(missing)}. Build the model with values, not in af.empty_weights(), so"
+            " that strict=False can keep them."
         )
         raise CheckpointError(msg)
     if diff:
@@ -530,7 +550,10 @@ def _match_targets(
 
 
 def _check_ties(targets: list[Target], incoming: Incoming, *, strict: bool) -> None:
-    """Reject tied tensors of the model that differ in the files; warn if not strict."""
+    """Raise `CheckpointError` if tied tensors of the model differ in the files.
+
+    If `strict` is false, only warn.
+    """
     for target in targets:
         first, *rest = [n for n in target.names if n in incoming.tensors] or [""]
         for other in rest:
@@ -538,9 +561,9 @@ def _check_ties(targets: list[Target], incoming: Incoming, *, strict: bool) -> N
             if one.dtype == two.dtype and files.bytes_of(one) == files.bytes_of(two):
                 continue
             msg = (
-                f"{incoming.where}: {first} and {other} are one tensor in the model, and"
-                " two that differ there. Untie them in the model,"
-                f" or take {first} for both with strict=False."
+                f"{incoming.where}: {first} and {other} are one tied tensor in the model, but two"
+                " different tensors in the files. Untie them in the model, or pass strict=False"
+                f" to use {first} for both."
             )
             if strict:
                 raise CheckpointError(msg)
@@ -548,7 +571,7 @@ def _check_ties(targets: list[Target], incoming: Incoming, *, strict: bool) -> N
 
 
 def _places(model: nn.Module) -> _Places:
-    """Return the modules and attributes that hold each tensor of a model."""
+    """Return the modules that have each tensor of a model, and the names of the attributes."""
     places: _Places = {}
     for module in model.modules():
         for name, tensor in _direct_tensors(module):
@@ -564,7 +587,10 @@ def _direct_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _set(
     old: torch.Tensor, value: torch.Tensor, places: list[tuple[nn.Module, str]]
 ) -> None:
-    """Set a tensor's values, in its own memory if dtype and device fit."""
+    """Set the values of a model's tensor, in its own memory if dtype and device fit.
+
+    A tensor on meta is replaced in the modules that have it (`places`).
+    """
     if not old.is_meta:
         if (old.dtype, old.device) == (value.dtype, value.device):
             old.copy_(value)
@@ -597,45 +623,48 @@ def import_model(
     strict: bool = True,
     mapped: bool = False,
 ) -> M:
-    """Load the weights of safetensors files into a model, and return the model.
+    """Load weights from safetensors files into a model, and return the model.
 
-    Reads files of `export_model`, of `save_pretrained` in Hugging Face libraries, and of
-    Accelerate's `save_model`. Without communication: each rank imports independently.
+    The function reads files from `export_model`, from `save_pretrained` of Hugging Face
+    libraries, and from Accelerate's `save_model`. Ranks do not communicate: each imports
+    independently.
 
     Args:
-        model: a module, which is changed. It can be on the meta device, as built under
-            `with af.empty_weights():`; its tensors are then created as they are read. Or pass a
-            factory, such as `lambda: Net(...)`, which runs in such a block. Tied parameters
-            stay tied, under any of their names in the files.
-        source: a `.safetensors` file, a folder with `model.safetensors` or with
-            `model.safetensors.index.json`, or such an index.
-        device_map: devices by prefix of module names, `""` for all; the longest prefix wins.
-            Other modules stay where they are, or move from meta to the CPU.
-        dtype: the dtype of floating-point tensors; default: the model's. Other tensors are
+        model: a module, which is changed. Its parameters can be on the meta device, as after
+            `with af.empty_weights():`. Then they are created when they are read. Or pass a
+            factory, such as `lambda: Net(...)`, which is called in such a block. Tied
+            parameters remain tied, and the files can have them under any of their names.
+        source: a `.safetensors` file, an index (`model.safetensors.index.json`), or a folder
+            with such an index or with `model.safetensors`.
+        device_map: devices by the prefix of module names, `""` for all modules. The longest
+            matching prefix wins. Other modules remain on their device; from meta they move to
+            the CPU.
+        dtype: the dtype of floating-point tensors; by default, the model's. Other tensors are
             never converted.
-        strict: False only warns about names that are missing or unexpected.
-        mapped: True memory-maps tensors that the model has on meta and that stay on the CPU in
-            the files' dtype. They are read on first use, and writes go to memory of the
-            process, never to the file. You may replace or remove the file, but a write into it
-            changes the model, and truncating it ends the process. Tensors that are not aligned
-            to 64 bytes are copied, as kernels would round differently; `export_model` aligns
-            tensors, other writers mostly do not.
+        strict: whether missing or unexpected names are an error. False only warns.
+        mapped: whether to memory-map tensors that are on meta in the model and remain on the
+            CPU in the files' dtype. The system reads them at first use. Writes to them change
+            memory of the process, and never the file. You may replace or remove the file. But
+            if you write into it, the model changes, and if you truncate it, the process is
+            killed. Tensors that are not aligned to 64 bytes are copied, because kernels would
+            round differently. `export_model` aligns tensors, other libraries mostly do not.
 
-    Law: importing a state's `export_model` into its model or its factory gives bitwise its
-    evaluation parameters and its buffers. With `mapped`, the model also computes and trains
-    bitwise the same.
+    Law: if you export a state with `export_model`, and import it into its model or factory, you
+    get bitwise the parameters for evaluation and the buffers. With `mapped`, the model also
+    computes and trains bitwise equally.
 
-    Cost: reads each tensor once, large tensors with as many threads as torch computes with. At
-    most one tensor exists in addition to the model, and none if the model has fitting memory.
-    Conversions on the host use pieces of 2**18 elements. A factory needs memory for one
-    parameter at a time. With `mapped`, nothing is read, and each written page takes memory.
+    Cost: each tensor is read once; large tensors are read by as many threads as torch uses. In
+    addition to the model, at most one tensor is in memory, and none if the model's own memory
+    can be used. Conversions in host memory use pieces of 2**18 elements. A factory needs memory
+    for one parameter at a time. With `mapped`, nothing is read, and each page that is written
+    needs memory.
 
     Raises:
-        CheckpointError: names differ (the error gives the nearest), shapes or non-floating
-            dtypes differ, a file is missing, or a tensor would stay on meta. The model is not
+        CheckpointError: names differ (the message has similar names), shapes or integer dtypes
+            differ, a file is missing, or a tensor would remain on meta. The model is not
             changed.
         CheckpointCorruptError: a file or index is truncated, or has another format.
-        ModelError: a buffer on meta is not persistent, so no file has it. (For models of
+        ModelError: a buffer on meta is not persistent, so files do not have it. (For models of
             Transformers, accelfn computes such buffers again.)
         ArgumentError: a device, module or dtype is invalid.
     """
