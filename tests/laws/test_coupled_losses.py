@@ -354,7 +354,7 @@ def test_an_extra_with_as_many_rows_as_samples_is_warned_of():
         step(state.copy(), batch, (ROWS[:6], ROWS[:6, 0]))
     with pytest.raises(
         af.errors.BatchError,
-        match=r"\[5\] rows; expected one for each of this rank's 6",
+        match="have 5 rows, but this rank has 6 samples",
     ):
         batch.zip(ROWS[:5])
     assert step(state, batch, {"table": ROWS[:6]})[0].step == 1

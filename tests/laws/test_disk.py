@@ -289,7 +289,7 @@ class Histories(RuleBasedStateMachine):
             assert "rank 0" in str(error)  # noqa: PT017 - it may fail
             assert os.strerror(number) in str(error)  # noqa: PT017 - it may fail
             latest = self.store.latest
-            assert str(latest or "none yet") in str(error)  # noqa: PT017 - it may fail
+            assert str(latest or "No checkpoint exists") in str(error)  # noqa: PT017 - it may fail
             assert set(self.retained()) <= set(self.store.steps) <= set(self.there)
             self.there = {step: self.there[step] for step in self.store.steps}
             left = {path for path in self.leftovers() - before if "step" in path.name}

@@ -90,7 +90,7 @@ def test_with_nothing_to_go_on_with_what_is_lost_is_lost():
         def fn(world: af.World) -> None:
             elastic(world, training, restore=af.CheckpointStore(folder).restore)
 
-        with pytest.raises(af.errors.StateError, match="has loaded nothing"):
+        with pytest.raises(af.errors.StateError, match="did not load a checkpoint"):
             simulate(3, fn, faults=[Crash(1, step=3)], elastic=1)
 
 
@@ -98,8 +98,8 @@ def test_with_nothing_to_go_on_with_what_is_lost_is_lost():
     ("restore", "said"),
     [
         (lambda: None, "too many positional arguments"),
-        ("checkpoints", "restore=str.: expected a function .*: it is not callable"),
-        (lambda state: state.step, "gave int; expected the state that it loaded"),
+        ("checkpoints", "restore=str.: cannot call restore.state.: it is not callable"),
+        (lambda state: state.step, "returned int; expected the loaded state"),
     ],
 )
 def test_what_restores_is_a_function_of_a_state(restore, said):

@@ -54,7 +54,7 @@ def test_lockstep_together_is_together(counts: list[int]) -> None:
         return
     first = min(counts)
     with pytest.raises(
-        af.errors.DataError, match=rf"ran out at batch {first}, .* {first + 1}"
+        af.errors.DataError, match=rf"has {first} batches, .* {first + 1}"
     ):
         in_lockstep(counts, "together")
 

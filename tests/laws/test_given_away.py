@@ -112,14 +112,15 @@ def test_a_model_that_was_given_raises(
     make = functools.partial(torch.optim.Adam, lr=0.1)
     state = trained(af.TrainState.create(model=model, optimizer=make), updates)
     with pytest.raises(
-        af.errors.ModelError, match=r"was given to TrainState.create.*af.borrow_model"
+        af.errors.ModelError,
+        match=r"passed this .* to TrainState.create.*af.borrow_model",
     ):
         (USES[use] if use in USES else lambda each: getattr(each, use))(given)
     other = trained(af.TrainState.create(model=copied, optimizer=make), updates)
     assert_states_equal(state, other)
     assert "given to the state 'state'" in repr(given)
     assert SHARED.pop("gelu").eval()(torch.zeros(1)) == 0
-    with pytest.raises(af.errors.ModelError, match="another state's already"):
+    with pytest.raises(af.errors.ModelError, match="already belongs to the state"):
         af.TrainState.create(model=nn.Sequential(given), optimizer=make)
 
 
@@ -156,7 +157,7 @@ def test_what_torch_has_wrapped_is_refused(
         model = nn.Sequential(nn.Linear(3, 3), model)
     path = r"\.".join(["model", *["1"] * around])
     where = f"{path} is a {kind}" if around else f"model={kind}"
-    words = f"^{where}: give the plain module that it wraps, its {way}"
+    words = f"^{where}: pass the plain module inside it, {way}"
     with pytest.raises(af.errors.ModelError, match=words):
         af.TrainState.create(
             model=model if instance else lambda: model, optimizer=torch.optim.SGD
@@ -187,7 +188,7 @@ def test_an_optimizer_that_was_given_raises(use: str, updates: int) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     trained(af.TrainState.create(model=model, optimizer=optimizer), updates)
     with pytest.raises(
-        af.errors.OptimizerError, match=r"was given to TrainState.create"
+        af.errors.OptimizerError, match=r"passed this .* to TrainState.create"
     ):
         (USES[use] if use in USES else lambda each: getattr(each, use))(optimizer)
     assert "Adam given to the state 'state'" in repr(optimizer)

@@ -129,7 +129,7 @@ def test_what_has_come_further_goes_on_and_is_told(setup: str) -> None:
         slots = {name: each for name, each in tensors(state).items() if "slots" in name}
         af.save(other, Path(folder) / "other")
         with pytest.warns(
-            af.errors.AccelfnWarning, match=r"load_part: .* go on as they were"
+            af.errors.AccelfnWarning, match=r"load_part: .* no longer fit them"
         ):
             loaded = by_load_part(state, None, folder)
         for found in (loaded, state.with_params(other.params)):

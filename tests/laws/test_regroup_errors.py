@@ -57,7 +57,7 @@ def test_what_cannot_be_regrouped_is_refused():
 
     def part(world: af.World) -> None:
         with pytest.raises(
-            af.errors.WorldError, match="in a part of a world, of 1 ranks"
+            af.errors.WorldError, match="of 1 ranks, is a part of another world"
         ):
             af.regroup(training.state(world.split(size=1)))
 

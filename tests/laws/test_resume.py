@@ -270,7 +270,7 @@ def test_ranks_that_differ_in_what_has_no_mean_are_refused():
         simulate(3, save)
         assert list(simulate(3, load)) == [0, 1, 2]
         with pytest.raises(
-            af.errors.CheckpointError, match=r"3 ranks whose slots\.mine differed"
+            af.errors.CheckpointError, match=r"3 ranks that had different slots\.mine"
         ):
             simulate(2, load)
 
@@ -301,7 +301,7 @@ def test_optimizer_state_that_one_rank_alone_has_is_refused_elsewhere(size):
         simulate(2, save)
         simulate(2, lambda world: af.load(state_of(world), to))
         with pytest.raises(
-            af.errors.CheckpointError, match=r"2 ranks whose opt_state.* differed"
+            af.errors.CheckpointError, match=r"2 ranks that had different opt_state"
         ):
             simulate(size, lambda world: af.load(state_of(world), to))
 
@@ -353,7 +353,7 @@ def test_a_transform_may_be_called_as_a_field_is(
         (saved, *_) = simulate(sizes[0], save)
         if bare:
             with pytest.raises(
-                af.errors.CheckpointError, match=f"saved slot \\['{name}'\\]"
+                af.errors.CheckpointError, match=f"but not saved: '{name}'"
             ):
                 simulate(sizes[1], load)
             return

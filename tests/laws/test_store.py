@@ -96,8 +96,8 @@ def test_a_save_that_fails_fails_on_all_ranks(
         assert "step 2" in each
         assert any(f"rank {rank} could not" in each for rank in range(size))
         reason = os.strerror(number) in each and str(disk.root / ".") in each
-        assert reason or "no room to say why" in each
-        assert "The newest is" in each
+        assert reason or "too full to write the error" in each
+        assert "The newest checkpoint is" in each
         assert "step-00000001" in each
 
 
@@ -145,19 +145,19 @@ def unburied() -> dict[str, object]:
 
 
 HOLDERS = {
-    "alive": (lock_of, "held by .*:[0-9]+ since 2"),
+    "alive": (lock_of, "process [0-9]+ on .* since 2"),
     "dead": (lambda: lock_of(begun="0"), None),
     "gone": (lambda: lock_of(pid=2**22 + 1), None),
     "not waited for": (lambda: lock_of(**unburied()), None),
     "another host's": (
         lambda: lock_of(host="elsewhere", begun="0"),
-        "held by elsewhere:",
+        "on elsewhere has written",
     ),
-    "cut off": (lambda: lock_of()[:20], "held by an unknown host.*remove .*lock"),
-    "empty": (lambda: "", "held by an unknown host"),
-    "no lock": (lambda: "[1]", "held by an unknown host"),
-    "deep": (lambda: "[" * 100_000, "held by an unknown host"),
-    "long": (lambda: lock_of(begun="0") + " " * 100_000, "held by an unknown host"),
+    "cut off": (lambda: lock_of()[:20], "on an unknown host.*remove .*lock"),
+    "empty": (lambda: "", "on an unknown host"),
+    "no lock": (lambda: "[1]", "on an unknown host"),
+    "deep": (lambda: "[" * 100_000, "on an unknown host"),
+    "long": (lambda: lock_of(begun="0") + " " * 100_000, "on an unknown host"),
     "an endless number": (lambda: lock_of(pid=float("inf")), "unknown host"),
 }
 

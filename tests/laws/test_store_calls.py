@@ -197,7 +197,7 @@ def saved(
     if model.save(call, number):
         assert store.save(state, metrics=metrics).name == f"step-{call.step:08d}"
         return
-    with pytest.raises(af.errors.CheckpointWriteError, match="exists already"):
+    with pytest.raises(af.errors.CheckpointWriteError, match="already exists"):
         store.save(state, metrics=metrics)
 
 
@@ -219,7 +219,7 @@ def restored(
         return
     if step is not None and step not in model.there:
         with pytest.raises(
-            af.errors.CheckpointError, match=f"no checkpoint of step {step};"
+            af.errors.CheckpointError, match=f"no checkpoint of step {step},"
         ):
             store.restore(first, step=step)
         return

@@ -257,7 +257,7 @@ def test_a_stream_is_read_again(case: Case, at: int) -> None:
     cursor = whole[min(at, len(whole) - 1)].cursor
     rest = whole[min(at, len(whole) - 1) + 1 :]
     if cursor.samples:
-        with pytest.raises(af.errors.DataError, match="stream without state"):
+        with pytest.raises(af.errors.DataError, match="stream without a state"):
             read(single(), given, start=cursor)
     again = read(single(), case.data(Counting(case.n), replay=True), start=cursor)
     assert plain(again) == plain(rest)
@@ -398,9 +398,7 @@ def test_a_stream_with_one_state_is_read_by_one_loop(kind: Any, by: str) -> None
         return list(simulate(2, one)) if by == "ranks" else two(single())
 
     if kind in (Remembering, Put):
-        with pytest.raises(
-            af.errors.DataError, match=f"{kind.__name__}.*a second loop"
-        ):
+        with pytest.raises(af.errors.DataError, match=f"{kind.__name__}.*another loop"):
             run()
     else:
         assert run() == [[*range(8)] * 2] * 2

@@ -232,7 +232,7 @@ def test_who_can_take_nothing_lets_it_pass(size: int, bad: int) -> None:
         return str(raised.value)
 
     for rank, text in enumerate(simulate(size, fn)):
-        told = f"rank {bad} of {size} could not take the state over"
+        told = f"rank {bad} of {size} could not receive the state"
         assert (told in text) is (rank != bad)
 
 
@@ -270,7 +270,7 @@ def test_parts_of_a_model_that_are_gone_are_missed():
 
     def fn(world: af.World) -> None:
         state = apart(world, 1)
-        with pytest.raises(af.errors.StateError, match="have not all of it"):
+        with pytest.raises(af.errors.StateError, match="do not have all of its parts"):
             af.with_world(state, world.across(size=2))
 
     simulate(4, fn, axes=COPIES)
@@ -312,7 +312,7 @@ def test_what_a_rank_lacks_is_refused():
         own = state.with_slot("mine", world.rank)
         assert af.with_world(own, world).slots["mine"] == world.rank
         with pytest.raises(
-            af.errors.CheckpointError, match=r"2 ranks whose slots\.mine differ"
+            af.errors.CheckpointError, match=r"2 ranks that had different slots\.mine"
         ):
             af.with_world(own, world.split(size=1), among=world)
 
@@ -327,5 +327,5 @@ def test_a_rank_that_does_not_call_is_missed():
         if world.rank:
             af.with_world(state, world)
 
-    with pytest.raises(DeadlockError, match="with_world: say what it holds"):
+    with pytest.raises(DeadlockError, match="with_world: describe its state"):
         simulate(2, fn)

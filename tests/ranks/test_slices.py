@@ -92,7 +92,7 @@ def test_another_shape(saved):
 def test_summands(tmp_path):
     """C17: a DTensor of summands is refused by its name on every rank."""
     for said in run_ranks(2, programs.save_summands, tmp_path / "saved"):
-        assert "slots.mine is a DTensor placed as" in said
+        assert "slots.mine is a DTensor with the placement" in said
         assert "redistribute" in said
     assert not (tmp_path / "saved").exists()
 

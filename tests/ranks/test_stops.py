@@ -187,7 +187,7 @@ def test_a_file_may_be_too_large(async_, tmp_path):
     said = heard(child.pipe)
     assert re.search(
         "step 2 .*rank 0 could not write its file: .*File too large .needs 400,"
-        ".* bytes, .* are free.*rank-00000.safetensors.*The newest is .*step-00000001",
+        ".* bytes, .* are free.*rank-00000.safetensors.*The newest checkpoint is .*step-00000001",
         said,
     )
     assert heard(child.pipe) == "done"

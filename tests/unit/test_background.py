@@ -49,8 +49,8 @@ def said(talk):
 def test_whoever_says_nothing_in_time_is_named(talks):
     """B1: within the world's timeout, with the save, and what was waited for."""
     words = (
-        r"PeerFailedError: The save of step 2 was not seen to its end: rank 1 of 3 waited"
-        r" in 'save: write its file', but ranks 0 and 2 failed, left or did not arrive"
+        r"PeerFailedError: It is unknown whether the state of step 2 was saved: rank 1 of 3"
+        r" waited in 'save: write its file', but ranks 0 and 2 failed, left or did not arrive"
         r" within 0\.[0-9]+ s\."
     )
     assert re.match(words, said(talks(1, patience=0.1)))
@@ -97,7 +97,7 @@ def test_a_writer_that_ended_is_believed(talks, text):
     talks(0).end(text)
     assert said(talks(1)) == "CheckpointWriteError: " + (
         text
-        or "The state of step 2 was not saved: rank 0 failed, and had no room to say why"
+        or "The state of step 2 was not saved: rank 0 failed, and its disk was too full"
     )
 
 

@@ -207,7 +207,7 @@ def test_seeking_to_no_place(place, words):
 def test_seeking_where_nothing_is_used():
     """Samples that are dropped cannot be sought."""
     state = make(remainder="drop")
-    with pytest.raises(af.errors.BatchError, match="sample 8 of epoch 0.*has 8"):
+    with pytest.raises(af.errors.BatchError, match="sample 8 of epoch 0.*have only 8"):
         af.seek(state, 8)
 
 
@@ -220,7 +220,7 @@ def test_seeking_without_data():
 
 def test_seeking_beyond_the_epoch_is_refused():
     state = linear_state(data=af.Data(torch.arange(6), global_batch_size=4))
-    with pytest.raises(af.errors.BatchError, match="an epoch of this data has 6"):
+    with pytest.raises(af.errors.BatchError, match="have only 6 samples in all"):
         af.seek(state, 6)
     with pytest.raises(af.errors.ArgumentError, match="0 or more"):
         af.seek(state, -1)

@@ -189,7 +189,7 @@ def test_ranks_that_see_no_common_directory(tmp_path):
 
     with pytest.raises(
         af.errors.CheckpointWriteError,
-        match=r"rank 1 could not.*does not see.*one directory",
+        match=r"rank 1 could not.*does not exist on this rank.*one directory",
     ):
         simulate(2, save)
     assert not list(tmp_path.rglob("*saved"))
@@ -199,7 +199,7 @@ def test_existing_directory(saved):
     """A directory that exists is not written into; the refusal names it."""
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
     with pytest.raises(
-        af.errors.CheckpointError, match=r"step 2.*saved exists.*new directory"
+        af.errors.CheckpointError, match=r"step 2.*saved already exists.*new directory"
     ):
         af.save(make(), saved)
     assert before == {path.name: path.read_bytes() for path in saved.iterdir()}
@@ -261,7 +261,7 @@ def test_states_saved_together_are_loaded_together(both, case):
     """Another number or other names of states is an error with the code to write."""
     code = f'af.load({{"actor": ..., "critic": ...}}, {str(both)!r})'
     with pytest.raises(
-        af.errors.CheckpointError, match="it has actor, critic"
+        af.errors.CheckpointError, match="has states named actor, critic"
     ) as caught:
         TOGETHER[case](both)
     assert code in str(caught.value)
@@ -294,8 +294,13 @@ def test_a_store_names_an_older_pair(tmp_path, gone):
 
 def test_a_lone_state_is_loaded_alone(saved):
     """Several states by name are no way to load one that was saved alone."""
-    code = re.escape(f"it has one state. Load it with af.load(state, {str(saved)!r}).")
-    with pytest.raises(af.errors.CheckpointError, match=f"expected actor, and {code}"):
+    code = re.escape(
+        f"has a single state. Load it with af.load(state, {str(saved)!r})."
+    )
+    with pytest.raises(
+        af.errors.CheckpointError,
+        match=f"expected states named actor, but the checkpoint {code}",
+    ):
         af.load({"actor": fresh()}, saved)
 
 
@@ -312,9 +317,13 @@ CALLS_WITH_STATES = {
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a.b", 3, None])
 def test_names_of_states_are_words(call, name, tmp_path):
     """They are directories' names; nothing else is taken, nor no state at all."""
-    with pytest.raises(af.errors.ArgumentError, match=rf"{call}.*not a state's name"):
+    with pytest.raises(
+        af.errors.ArgumentError, match=rf"{call}.*not a valid name for a state"
+    ):
         CALLS_WITH_STATES[call]({"actor": make(), name: make()}, tmp_path / "runs")
-    with pytest.raises(af.errors.ArgumentError, match=rf"{call}.*not a state's name"):
+    with pytest.raises(
+        af.errors.ArgumentError, match=rf"{call}.*not a valid name for a state"
+    ):
         CALLS_WITH_STATES[call]({}, tmp_path / "runs")
     with pytest.raises(
         af.errors.ArgumentError, match=rf"{call}.*expected a TrainState"
@@ -354,11 +363,11 @@ def test_missing_directory(tmp_path):
     for number in range(4):
         af.save(fresh(), tmp_path / f"update-{number}")
     with pytest.raises(
-        af.errors.CheckpointError, match="Beside it there are 4: update-0, .*-2, "
+        af.errors.CheckpointError, match="Checkpoints next to it: update-0, .*-2, "
     ):
         af.load(fresh(), tmp_path / "update-9")
     with pytest.raises(
-        af.errors.CheckpointError, match="manifest.*In it there are 4: update-0"
+        af.errors.CheckpointError, match="manifest.*Checkpoints in it: update-0"
     ):
         af.load(fresh(), tmp_path)
 
@@ -389,8 +398,8 @@ def test_metric_of_keep_best_that_is_nowhere(tmp_path, capsys):
     given = [{"accuracy": 1.0, "loss": 1.0}, {"loss": 2.0}, {"loss": 3.0}]
     assert stored(tmp_path, *given, keep_best="acc") == (2,)
     (line,) = capsys.readouterr().err.splitlines()
-    assert "keep_best='acc' keeps none" in line
-    assert line.endswith("given to save: accuracy, loss.")
+    assert "keep_best='acc' keeps no checkpoint" in line
+    assert line.endswith("passed to save: accuracy, loss.")
 
 
 @pytest.mark.parametrize(
@@ -448,12 +457,12 @@ def test_a_store_of_fewer_removes_what_an_earlier_run_left(tmp_path, capsys, is_
     if not is_whole:
         damage(tmp_path / "step-00000002")
     with af.CheckpointStore(tmp_path, keep=1, async_=False) as store:
-        with pytest.raises(af.errors.CheckpointWriteError, match="exists already"):
+        with pytest.raises(af.errors.CheckpointWriteError, match="already exists"):
             store.save(attrs.evolve(fresh(), step=2))
         assert store.steps == ((2,) if is_whole else (0, 1, 2))
     said = capsys.readouterr().err
     newest = tmp_path / "step-00000002"
-    assert (f"older checkpoints than {newest} are kept: {newest}" in said) != is_whole
+    assert (f"because {newest} is damaged: {newest}" in said) != is_whole
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -469,7 +478,7 @@ def test_a_store_that_cannot_be_looked_through(tmp_path, monkeypatch, size):
 
     def restore(world):
         reason = os.strerror(errno.EACCES)
-        said = rf"{re.escape(str(tmp_path))} cannot be looked through: .*{reason}"
+        said = rf"{re.escape(str(tmp_path))}: cannot find the newest checkpoint: .*{reason}"
         with pytest.raises(af.errors.CheckpointError, match=said):
             af.CheckpointStore(tmp_path).restore(small(world))
 
@@ -518,10 +527,13 @@ class Merging:
     [
         (
             lambda slots: slots[9],
-            r"merging cannot merge what its ranks saved: IndexError",
+            r"merging could not merge the slots that the ranks saved: IndexError",
         ),
-        (lambda slots: ([1.0], slots[0]), r"gave 1 weights for the slots of 2 ranks"),
-        (lambda slots: ([0.5] * 3, slots[0]), r"gave 3 weights for the slots of 2"),
+        (
+            lambda slots: ([1.0], slots[0]),
+            r"returned 1 weights for the slots of 2 ranks",
+        ),
+        (lambda slots: ([0.5] * 3, slots[0]), r"returned 3 weights for the slots of 2"),
     ],
 )
 def test_a_merge_of_ones_own_that_fails_is_named(tmp_path, merge, said):
@@ -682,7 +694,7 @@ def test_a_save_is_due_when_its_period_is_over(waits, size):
 def test_manifest_says_what_was_expected(saved, text, found):
     """What is JSON, and no manifest, is shown beside what a manifest is."""
     (saved / "manifest.json").write_text(text)
-    expected = rf'it is {found} where a JSON object with "format" is expected'
+    expected = rf'the content is {found}, expected a JSON object with "format"'
     with pytest.raises(af.errors.CheckpointCorruptError, match=expected):
         af.load(fresh(), saved)
 
@@ -700,8 +712,11 @@ OTHERS = {
     "width": ({"model": partial(net, 5)}, r"0\.weight saved as \(4, 3\).*\(5, 3\)"),
     "names": ({"model": Renamed}, r"(?s)missing.*other\.weight.*unexpected.*0\.weight"),
     "dtype": ({"model": lambda: net().double()}, r"0\.weight.*float32.*float64"),
-    "no ema": ({"setup": None}, r"gone \['ema'\].*with_setup"),
-    "another": ({"setup": af.chain(af.ema(0.9), af.ema(0.5, name="b"))}, r"\['b'\]"),
+    "no ema": ({"setup": None}, r"not in this setup: 'ema'.*with_setup"),
+    "another": (
+        {"setup": af.chain(af.ema(0.9), af.ema(0.5, name="b"))},
+        r"but not saved: 'b'",
+    ),
     "SGD": ({"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}, "SGD"),
 }
 
@@ -883,7 +898,7 @@ def test_a_path_of_other_bytes(tmp_path, size):
         state = fresh(world=world, setup=af.chain())
         af.save(state, folder / "saved")
         with pytest.raises(
-            af.errors.CheckpointWriteError, match=r"runs-\\udcff.*exists already"
+            af.errors.CheckpointWriteError, match=r"runs-\\udcff.*already exists"
         ):
             af.save(state, folder / "saved")
         with af.CheckpointStore(folder / "runs") as store:
@@ -914,7 +929,8 @@ def test_metrics_of_a_save_are_numbers_by_name(metrics, tmp_path):
     with (
         af.CheckpointStore(tmp_path) as store,
         pytest.raises(
-            af.errors.ArgumentError, match=r"metrics=.*expected numbers by name"
+            af.errors.ArgumentError,
+            match=r"metrics=.*expected a dict from names to numbers",
         ),
     ):
         store.save(fresh(), metrics=metrics)
@@ -979,7 +995,7 @@ def test_a_transform_without_a_slot_may_go(tmp_path):
         af.errors.AccelfnWarning, match=r"clip_grad_norm\(1\.0\), now absent"
     ):
         assert set(af.load(bare, tmp_path / "saved").slots) == {"ema"}
-    with pytest.raises(af.errors.CheckpointError, match=r"are gone \['ema'\]"):
+    with pytest.raises(af.errors.CheckpointError, match=r"not in this setup: 'ema'"):
         af.load(fresh().with_setup(None), tmp_path / "saved")
 
 

@@ -189,7 +189,7 @@ def test_a_renamed_parameter(saved):
             self.add_module("2x", inner[2])
 
     with pytest.raises(
-        af.errors.CheckpointError, match=r"missing 2x\.weight \(near 2\.weight"
+        af.errors.CheckpointError, match=r"missing 2x\.weight \(similar: 2\.weight"
     ):
         af.load_part(fresh(model=Renamed), saved, only=("params",))
 
@@ -272,10 +272,10 @@ def test_a_position_in_other_data(saved):
 
 
 REFUSED = {
-    "an unknown field": ({"only": ("weights",)}, "expected some of"),
-    "a word of none": ({"only": "weights"}, "expected some of"),
-    "a part of params": ({"only": ("params.0.weight",)}, "expected some of"),
-    "a slot without a name": ({"only": ("slots.",)}, "expected some of"),
+    "an unknown field": ({"only": ("weights",)}, "expected names out of"),
+    "a word of none": ({"only": "weights"}, "expected names out of"),
+    "a part of params": ({"only": ("params.0.weight",)}, "expected names out of"),
+    "a slot without a name": ({"only": ("slots.",)}, "expected names out of"),
     "missing": ({"only": ("params",), "missing": "ignore"}, '"error" or "init"'),
     "extra": ({"only": ("params",), "extra": "init"}, '"error" or "ignore"'),
 }
@@ -338,11 +338,11 @@ def test_frozen_parameters_that_are_others(tmp_path):
     only = partial(af.load_part, only=("params",))
     for load in (af.load, only, partial(only, missing="init")):
         with pytest.raises(
-            af.errors.CheckpointError, match=r"other values 0\.weight\."
+            af.errors.CheckpointError, match=r"other values: 0\.weight\."
         ):
             load(other, tmp_path / "saved")
     renamed = fresh(model=lambda: nn.Sequential(nn.Identity(), *net()))
-    with pytest.raises(af.errors.CheckpointError, match=r"missing 0\.bias, 0\.weight"):
+    with pytest.raises(af.errors.CheckpointError, match=r"Missing: 0\.bias, 0\.weight"):
         af.load(renamed, tmp_path / "saved")
     assert af.load_part(other, tmp_path / "saved", only=("step",)).state.step == 2
 
@@ -400,7 +400,8 @@ def test_what_is_not_finite_is_cast(tmp_path):
     assert found[1].isnan()
     shutil.rmtree(tmp_path / "saved")
     with pytest.raises(
-        af.errors.CheckpointError, match="table has values that torch.float16"
+        af.errors.CheckpointError,
+        match="table was saved as .* values too large for torch.float16",
     ):
         loaded([1e10, 1.5])
 
@@ -426,9 +427,7 @@ def test_models_of_several_ranks_are_no_parts_of_one(tmp_path, size):
 
     def load(world):
         state = make(world, af.wrap_fsdp())
-        said = (
-            r"on 2 ranks whose .*params.* differed\. Load it on as many, with the setup"
-        )
+        said = r"on 2 ranks that had different .*params.*Load it on 2 ranks with the saved setup"
         with pytest.raises(af.errors.CheckpointError, match=said):
             af.load_part(state, tmp_path / "apart", ["params"], extra="ignore")
 

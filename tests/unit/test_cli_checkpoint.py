@@ -196,7 +196,10 @@ def test_verify_names_file_and_tensor(tmp_path, capsys):
         code, rows, _ = run(capsys, "verify", folder)
         assert code == 1
         (what,) = named or ["its header"]
-        assert f"{path} is not what was saved: {what} differs" in rows[2]
+        assert (
+            f"{path} has changed since it was saved: the BLAKE3 digest of {what}"
+            in rows[2]
+        )
         assert [row.endswith(": whole") for row in rows] == [True, True, False]
 
 
@@ -324,7 +327,7 @@ def test_export_of_a_slot_without_parameters(slot, tmp_path, capsys):
 def test_export_to_what_is_there(tmp_path, capsys):
     """Nothing is written over; a place where nothing can be written is named."""
     (tmp_path / "file").touch()
-    assert "exists already" in refused(capsys, "export", ONE, tmp_path)
+    assert "already exists" in refused(capsys, "export", ONE, tmp_path)
     assert "file" in refused(capsys, "export", ONE, tmp_path / "file" / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

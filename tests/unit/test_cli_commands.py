@@ -103,7 +103,7 @@ def test_ls_tells_what_is_cut_off(tmp_path):
     first, second, third, left = rows
     assert [row.split()[5] for row in rows[:3]] == ["no", "no", "yes"]
     assert "rank-00000.safetensors has 100 bytes, but should have" in first
-    assert "missing: ['rank-00000.safetensors']" in second
+    assert "Files are missing: ['rank-00000.safetensors']" in second
     assert third.startswith("   3 ")
     assert left.startswith(".tmp-step-00000009 is being written, or was left")
 

@@ -171,7 +171,7 @@ REFUSED = {
     "empty tuple": ((), "empty"),
     "empty dict": ({}, "empty"),
     "empty Subset": (Subset(TensorDataset(X), []), "empty"),
-    "generator": ((i for i in range(3)), "generator can be read once only"),
+    "generator": ((i for i in range(3)), "generator can be read only once"),
     "no length": (Endless(), "Endless.*no length.*__len__"),
     "negative": (OfLength(-1), "OfLength has a __len__ that gives no length: .* >= 0"),
     "huge": (OfLength(2**70), "OfLength has a __len__ that gives no length"),
@@ -417,10 +417,10 @@ def test_batches_of_a_loader_are_no_samples(kind, options):
     """A loader in place of a dataset is refused with the ways to give it."""
     for loader in (kind(Items(), batch_size=5), kind(Items(), batch_sampler=[[1]])):
         with pytest.raises(
-            af.errors.ArgumentError, match=rf"a {kind.__name__} gives batches"
+            af.errors.ArgumentError, match=rf"a {kind.__name__} returns batches"
         ) as e:
             af.Data(loader, **options)
-        assert "af.Data.from_loader(loader), or TrainState.create(data=loader)" in str(
+        assert "af.Data.from_loader(loader) or TrainState.create(data=loader)" in str(
             e.value
         )
 
@@ -589,7 +589,7 @@ def test_a_sampler_has_a_length():
     """One of a loader that says none is refused as its data are made, by its class."""
     loader = DataLoader(X, sampler=Unending(), batch_size=2)
     with pytest.raises(
-        af.errors.DataError, match="Unending has no length; .* needs __len__"
+        af.errors.DataError, match="Unending has no length.* a method __len__"
     ):
         _ = af.Data.from_loader(loader).updates_per_epoch
 

@@ -118,14 +118,14 @@ def test_an_iterator_in_disguise():
             return self.samples
 
     with pytest.raises(
-        af.errors.DataError, match=r"no sample in epoch 1.*__iter__ begins anew"
+        af.errors.DataError, match=r"no sample in epoch 1.*at each call of __iter__"
     ):
         read(af.Data(Once(), global_batch_size=2), epochs=2)
 
 
 def test_a_rank_without_samples():
     """Of ranks with streams of their own, one without is named, with all their counts."""
-    words = r"rank 0 of 2 got no sample in epoch 0.*: \[0, 1\]"
+    words = r"rank 0 of 2 has no sample in epoch 0.*: \[0, 1\]"
     with pytest.raises(af.errors.DataError, match=words):
         simulate(
             2,
@@ -166,10 +166,10 @@ def test_fewer_samples_than_ranks(dispatch):
 @pytest.mark.parametrize(
     ("n", "says", "words"),
     [
-        (3, 5, "says that it has 5 samples, and gave only 3"),
-        (4, 8, "says that it has 8 samples, and gave only 4"),
-        (7, 5, r"says that it has 5 samples, and gave at least [67]"),
-        (4, 2, r"says that it has 2 samples, and gave at least [34]"),
+        (3, 5, "has the length 5, but yielded only 3"),
+        (4, 8, "has the length 8, but yielded only 4"),
+        (7, 5, r"has the length 5, but yielded at least [67]"),
+        (4, 2, r"has the length 2, but yielded at least [34]"),
     ],
 )
 def test_a_length_that_is_not_kept(n, says, words, way, remainder):
@@ -178,7 +178,7 @@ def test_a_length_that_is_not_kept(n, says, words, way, remainder):
         Promising(n, says), global_batch_size=2, remainder=remainder, **WAYS[way]
     )
     with pytest.raises(
-        af.errors.DataError, match=rf"Promising {words} in epoch 0.*__len__"
+        af.errors.DataError, match=rf"Promising {words} samples in epoch 0.*__len__"
     ):
         read(data)
 
@@ -186,9 +186,7 @@ def test_a_length_that_is_not_kept(n, says, words, way, remainder):
 @pytest.mark.parametrize(("n", "says"), [(3, 5), (7, 5)])
 def test_a_length_that_a_rank_does_not_keep(n, says):
     """So is a rank's own stream, on the rank that reads it."""
-    with pytest.raises(
-        af.errors.DataError, match=rf"Promising says that it has {says} samples"
-    ):
+    with pytest.raises(af.errors.DataError, match=rf"Promising has the length {says}"):
         read(af.Data(Promising(n, says), global_batch_size=2, sharded=True))
     assert read(af.Data(Promising(5, 5), global_batch_size=2, sharded=True))
 
@@ -210,9 +208,7 @@ def test_streams_that_have_no_length(data):
     options = {"sharded": isinstance(data, Promising)}
     data = af.Data(data, global_batch_size=2, **options)
     for ask in (len, lambda each: each.updates_per_epoch, lambda e: e.num_updates(2)):
-        with pytest.raises(
-            af.errors.LengthError, match="does not say how many samples"
-        ) as error:
+        with pytest.raises(af.errors.LengthError, match="has no known length") as error:
             ask(data)
         assert isinstance(error.value, (TypeError, ValueError))
     with pytest.raises(af.errors.LengthError):
@@ -228,7 +224,7 @@ def test_without_state_there_is_no_going_on(way):
     """Resuming a stream without state is refused, with what to do and what it costs."""
     data = af.Data(Plain(10), global_batch_size=4, **WAYS[way])
     cursor = read(data)[0].cursor
-    words = r"Plain is a stream without state.*sample 4 of epoch 0.*state_dict\(\).*"
+    words = r"Plain is a stream without a state.*sample 4 of epoch 0.*state_dict\(\).*"
     with pytest.raises(
         af.errors.DataError, match=words + r"replay=True\), which reads 4 samples"
     ):
@@ -242,7 +238,7 @@ def test_half_a_state_is_none(half):
     setattr(stream, half, lambda *_: {})
     data = af.Data(stream, global_batch_size=4)
     cursor = read(data)[0].cursor
-    with pytest.raises(af.errors.DataError, match="is a stream without state"):
+    with pytest.raises(af.errors.DataError, match="is a stream without a state"):
         read(data, cursor=cursor)
 
 
@@ -256,7 +252,7 @@ def test_reading_again(way, caplog):
     assert flat(rest) == flat(whole[1:]) == [[4, 5, 6, 7], [8, 9]]
     if way != "sharded workers":  # there, the worker says it
         (line,) = [r.getMessage() for r in caplog.records if r.name == "accelfn"]
-        assert line == "Reading 4 samples of Plain again, to continue after them."
+        assert line == "Reading the first 4 samples of Plain again, to resume."
 
 
 def test_reading_again_on_ranks(caplog):
@@ -271,7 +267,7 @@ def test_reading_again_on_ranks(caplog):
 
 def test_seeking_in_a_stream():
     """A place that no state was taken at is refused, or read up to; not within a rank's own."""
-    words = r"Stateful is a stream.*does not hold its state.*af\.seek.*replay=True"
+    words = r"has no state of the stream Stateful.*af\.seek.*replay=True"
     stateful = af.Data(Stateful(10), global_batch_size=4)
     with pytest.raises(af.errors.DataError, match=words):
         list(af.batches(af.seek(make(stateful), 3), until_epoch=1))
@@ -281,7 +277,7 @@ def test_seeking_in_a_stream():
     for replay in (False, True):
         own = af.Data(Stateful(10), global_batch_size=4, sharded=True, replay=replay)
         with pytest.raises(
-            af.errors.DataError, match="does not say where each rank's stream"
+            af.errors.DataError, match="has no state of the ranks' streams"
         ):
             list(af.batches(af.seek(make(own), 4), until_epoch=1))
 
@@ -290,9 +286,7 @@ def test_seeking_in_a_stream():
 def test_going_on_behind_the_end(way):
     """A cursor that the stream does not reach is refused."""
     data = af.Data(Stateful(10), global_batch_size=4, replay=True, **WAYS[way])
-    with pytest.raises(
-        af.errors.DataError, match="ended where it was to continue, at sample 40"
-    ):
+    with pytest.raises(af.errors.DataError, match="has no more samples at sample 40"):
         read(data, cursor=af.typing.Cursor(0, 40))
 
 
@@ -301,7 +295,7 @@ def test_another_number_of_workers():
     data = af.Data(Stateful(10), global_batch_size=2, sharded=True, num_workers=1)
     cursor = read(data)[0].cursor
     with pytest.raises(
-        af.errors.DataError, match=r"read by 1 workers a rank.*resume with 0"
+        af.errors.DataError, match=r"1 workers per rank read.*resume with 0"
     ):
         read(attrs.evolve(data, num_workers=0), cursor=cursor)
 
@@ -381,7 +375,7 @@ def test_a_state_that_is_no_plain_data(tmp_path):
 # What excludes each other.
 
 REFUSED = {
-    "shuffle": ({"shuffle": True}, "its own order.*shuffle in the stream itself"),
+    "shuffle": ({"shuffle": True}, "its own order.*Shuffle inside the stream"),
     "order": ({"order": lambda *_: []}, "its own order"),
     "budget": (
         {"global_batch_size": af.token_budget([1], limit=1)},
@@ -391,8 +385,8 @@ REFUSED = {
         {"global_batch_size": None, "batch_sampler": [[0]]},
         "integer global_batch_size",
     ),
-    "both": ({"sharded": True, "dispatch": True}, "leave out dispatch="),
-    "padded": ({"sharded": True, "remainder": "pad"}, "leave out .*remainder="),
+    "both": ({"sharded": True, "dispatch": True}, "Leave out dispatch="),
+    "padded": ({"sharded": True, "remainder": "pad"}, "Leave out .*remainder="),
     "workers": (
         {"dispatch": True, "num_workers": 2},
         "num_workers=2.*one process reads",
@@ -413,7 +407,7 @@ def test_options_that_a_stream_cannot_have(case):
 def test_options_that_only_a_stream_can_have(name):
     """What is read by index is no stream."""
     with pytest.raises(
-        af.errors.ArgumentError, match=rf"{name}=True.*read by index.*leave it"
+        af.errors.ArgumentError, match=rf"{name}=True.*read by index.*Leave it out"
     ):
         af.Data([1, 2], global_batch_size=1, **{name: True})
 
@@ -421,9 +415,7 @@ def test_options_that_only_a_stream_can_have(name):
 def test_a_loader_with_workers_is_not_read_by_workers():
     """A DataLoader as the stream has workers of its own."""
     loader = DataLoader(Plain(3), batch_size=None)
-    with pytest.raises(
-        af.errors.ArgumentError, match="let the stream itself have workers"
-    ):
+    with pytest.raises(af.errors.ArgumentError, match="use workers inside the stream"):
         af.Data(loader, global_batch_size=2, num_workers=1)
 
 
@@ -470,7 +462,7 @@ def test_a_dispatched_stream_that_raises(kind):
     assert "shard 7" in own
     for each in told:
         assert each.startswith(
-            f"Rank 0, which reads for all, could not: {kind.__name__}"
+            f"Rank 0, which reads the data for all ranks, failed: {kind.__name__}"
         )
         assert "shard 7" in each
 

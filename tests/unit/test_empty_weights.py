@@ -15,7 +15,8 @@ def test_a_lazy_layer_is_refused_where_it_is_built():
     """Section C: it has no shape, and the sentence says what to write."""
     with (
         pytest.raises(
-            af.errors.ModelError, match=r"LazyLinear has lazy.*weight.*nn.Linear\(in_f"
+            af.errors.ModelError,
+            match=r"LazyLinear has a lazy.*weight.*nn.Linear\(in_f",
         ),
         af.empty_weights(),
     ):
@@ -36,7 +37,7 @@ def test_a_layer_that_reads_values_is_refused(rows, function, tmp_path):
     safetensors.torch.save_file(
         {n: t.contiguous() for n, t in model.state_dict().items()}, path
     )
-    said = f"The model takes values .* by {function}, .*import_model\\(Net"
+    said = f"The model reads values .* in {function} while .*import_model\\(Net"
     with pytest.raises(af.errors.ModelError, match=said):
         af.import_model(build, path)
     with pytest.raises(af.errors.ModelError, match=said), af.empty_weights():
@@ -54,7 +55,7 @@ def test_what_fails_for_another_reason_is_that_error():
 
 def test_values_that_no_module_asks_for_are_refused():
     """Between modules, too, what needs values is named."""
-    said = r"The model takes values of its parameters as it is built, by item,"
+    said = r"The model reads values of its parameters in item while it is built,"
     with pytest.raises(af.errors.ModelError, match=said), af.empty_weights():
         nn.Linear(2, 2).weight.sum().item()
 
@@ -67,7 +68,7 @@ def test_what_would_be_left_without_values_is_named(tmp_path):
         model = nn.Linear(2, 2)
     with pytest.raises(
         af.errors.CheckpointError,
-        match=r"bias: on the meta device, and not in the files.*empty_weights",
+        match=r"the meta device, but not in the files: bias.*empty_weights",
     ):
         af.import_model(model, path, strict=False)
     assert model.weight.is_meta
@@ -118,7 +119,7 @@ def test_no_state_is_made_of_a_model_without_values():
     with af.empty_weights():
         model = nn.Linear(2, 2)
     with pytest.raises(
-        af.errors.ModelError, match=r"hold no values: weight, bias.*import_model"
+        af.errors.ModelError, match=r"have no values: weight, bias.*import_model"
     ):
         af.TrainState.create(model=model, optimizer=torch.optim.SGD)
 

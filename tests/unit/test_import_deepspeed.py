@@ -238,7 +238,7 @@ def test_names_and_shapes_that_differ_are_told(tmp_path, stage):
 
     tag = saved(tmp_path, stage)
     said = refused(tag, create(net=Other))
-    assert "missing firsts.bias (near first.bias)" in said
+    assert "missing firsts.bias (similar: first.bias)" in said
     assert "unexpected seen" in said
     with pytest.warns(af.errors.AccelfnWarning, match=r"missing firsts\.bias"):
         report = af.import_state(create(net=Other), tag, strict=False)

@@ -116,11 +116,11 @@ def test_what_makes_no_model_is_refused(read, tmp_path):
     """Section C: junk in the place of a model is named, and so is a factory of another."""
     for value in (None, 3, "net", {}):
         with pytest.raises(
-            af.errors.ModelError, match="expected a torch.nn.Module, or a fac"
+            af.errors.ModelError, match="expected a torch.nn.Module, or a func"
         ):
             read(value, tmp_path)
     with pytest.raises(
-        af.errors.ModelError, match=r"no argument.*functools.partial\(Linear"
+        af.errors.ModelError, match=r"without arguments.*functools.partial\(Linear"
     ):
         read(nn.Linear, tmp_path)
     with pytest.raises(af.errors.ModelError, match="it returned int"):
@@ -228,12 +228,12 @@ def test_parts_run_no_code(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda places: {**places, "bias": "../a.bin"}, "not the plain name of a .bin"),
-        (lambda places: {**places, "bias": "a.safetensors"}, "plain name of a .bin"),
+        (lambda places: {**places, "bias": "../a.bin"}, "not the name of a .bin"),
+        (lambda places: {**places, "bias": "a.safetensors"}, "not the name of a .bin"),
         (lambda places: {**places, "bias": "a.bin"}, "a.bin does not exist"),
         (lambda places: {**places, "bias": places["weight"]}, "has no such tensor"),
         (lambda places: {**places, "more": places["bias"]}, "has no such tensor"),
-        (lambda _: [], "is no index"),
+        (lambda _: [], "is not an index"),
     ],
 )
 def test_an_index_of_parts_is_true(change, expected, tmp_path):

@@ -205,7 +205,7 @@ def test_names_of_a_tie_that_differ_are_refused(tmp_path):
     safetensors.torch.save_file(held, tmp_path / "a.safetensors")
     model = Net()
     before = values(model)
-    expected = "embed.weight and head.weight are one tensor in the model"
+    expected = "embed.weight and head.weight are one tied tensor in the model"
     with pytest.raises(af.errors.CheckpointError, match=expected):
         af.import_model(model, tmp_path / "a.safetensors")
     assert same(before, values(model))
@@ -325,11 +325,11 @@ def test_modules_go_to_several_devices(tmp_path):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"device_map": "auto"}, "expected devices by names of modules"),
+        ({"device_map": "auto"}, "expected a dict from module names to devices"),
         ({"device_map": {"": "disk"}}, "device_map={'': 'disk'}"),
         ({"device_map": {"": "meta"}}, "meta tensors have no values"),
-        ({"device_map": {"hed": "cpu"}}, "no such module.*embed, norm, head"),
-        ({"device_map": {"nor": "cpu"}}, "no such module.*embed, norm, head"),
+        ({"device_map": {"hed": "cpu"}}, "no module of this name.*embed, norm, head"),
+        ({"device_map": {"nor": "cpu"}}, "no module of this name.*embed, norm, head"),
         ({"dtype": torch.int64}, "expected a floating-point dtype"),
         ({"dtype": "bfloat16"}, "expected a floating-point dtype"),
     ],
@@ -349,7 +349,7 @@ def test_options_without_meaning_are_refused(options, expected, tmp_path):
         ({"extra": torch.ones(1)}, "unexpected extra"),
         (
             {"head.bias": None, "haed.bias": torch.ones(5)},
-            r"missing head.bias \(near haed.bias\)",
+            r"missing head.bias \(similar: haed.bias\)",
         ),
         ({"norm.bias": torch.ones(4)}, r"saved as \(4,\).*expected \(3,\)"),
         ({"norm.num_batches_tracked": torch.tensor(1.0)}, "float32, expected .*int64"),
@@ -418,7 +418,7 @@ def test_a_buffer_that_no_file_has_is_refused_on_meta(tmp_path):
 def test_a_lazy_model_is_refused(tmp_path):
     """Its parameters have no shape to compare."""
     path = saved(nn.Linear(2, 2), tmp_path / "a.safetensors")
-    with pytest.raises(af.errors.ModelError, match="weight is lazy"):
+    with pytest.raises(af.errors.ModelError, match="weight is a lazy"):
         af.import_model(nn.LazyLinear(2), path)
 
 
@@ -477,7 +477,7 @@ def refused(source, kind=af.errors.CheckpointError):
 
 def test_where_there_is_nothing_says_what_to_do(tmp_path):
     """Folders and files of other kinds are sent to the function that reads them."""
-    assert "not there" in refused(tmp_path / "none.safetensors")
+    assert "does not exist" in refused(tmp_path / "none.safetensors")
     assert "neither model.safetensors nor" in refused(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
     assert "af.import_torch_weights" in refused(tmp_path)
@@ -529,7 +529,7 @@ def test_an_index_is_true(tmp_path):
     assert "no such tensor" in refused(index, af.errors.CheckpointCorruptError)
     index.write_text(json.dumps(said))
     (tmp_path / "model" / second).unlink()
-    assert f"{second} is not there" in refused(index)
+    assert f"{second} does not exist" in refused(index)
     for text in ("", "[]", "{}", '{"weight_map": []}', "\xff", "[" * 100_000):
         index.write_text(text, encoding="latin-1")
         assert str(index) in refused(index, af.errors.CheckpointCorruptError)

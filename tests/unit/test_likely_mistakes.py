@@ -280,7 +280,7 @@ def test_a_step_is_saved_once(tmp_path):
     with af.CheckpointStore(tmp_path) as store:
         store.save(state)
         with pytest.raises(
-            af.errors.CheckpointWriteError, match="the store has this step"
+            af.errors.CheckpointWriteError, match="has a checkpoint of this step"
         ):
             store.save(state)
         assert store.steps == (0,)
@@ -337,7 +337,7 @@ def test_columns_in_a_list_are_told():
     """Two samples of many rows are likely inputs and targets; few rows, or many, are samples."""
     with pytest.warns(
         af.errors.AccelfnWarning,
-        match=r"2, tensors of 12 rows .*\(\(inputs, targets\)\)",
+        match=r"2: tensors of 12 rows .*\(\(inputs, targets\)\)",
     ):
         af.Data([INPUTS, INPUTS], global_batch_size=1)
     many = [torch.arange(12.0) for _ in range(5)]
@@ -379,7 +379,7 @@ def test_directories_by_rank_are_refused_at_once(tmp_path):
         store.save(state_of(world=world, setup=af.shard_data()))
 
     with pytest.raises(
-        af.errors.CheckpointWriteError, match=r"does not see .* Give all ranks one"
+        af.errors.CheckpointWriteError, match=r"does not exist on this rank.* Use one"
     ):
         simulate(2, fn)
 
@@ -415,7 +415,9 @@ def test_a_sequence_that_was_given_away_says_so(use):
     """Whatever way it is asked for its layers."""
     model = nn.Sequential(nn.Linear(2, 2))
     state_of(model=model)
-    with pytest.raises(af.errors.ModelError, match="was given to TrainState.create"):
+    with pytest.raises(
+        af.errors.ModelError, match="passed this .* to TrainState.create"
+    ):
         use(model)
 
 
@@ -505,7 +507,7 @@ def test_samples_that_a_collate_leaves_out_are_told(name):
                 state, _ = step(state, batch)
             af.evaluate(state, data, loss_fn)
         found = [str(each.message) for each in said]
-        assert all("collate made" in each for each in found)
+        assert all("collate returned" in each for each in found)
         return len(found)
 
     parts = af.accumulate(num_micro_batches=2)

@@ -222,13 +222,13 @@ def test_loader_of_a_stream_of_batches():
         (
             "multiprocessing_context",
             {"multiprocessing_context": "spawn", "num_workers": 1},
-            "as multiprocessing is told to",
+            "set_start_method decides",
         ),
     ],
 )
 def test_what_is_lost_is_said(name, options, words):
     """An option that is not kept is named in a warning, with what is done instead."""
-    with pytest.warns(UserWarning, match=f"{name} is not kept: .*{words}"):
+    with pytest.warns(UserWarning, match=f"ignores the loader's {name}: .*{words}"):
         af.Data.from_loader(DataLoader(X, **options))
 
 
@@ -244,12 +244,12 @@ REFUSED = {
     "no batches": (
         lambda: DataLoader(X, batch_size=None),
         {},
-        r"batch_size=None.*Give af\.Data\(dataset, global_batch_size=",
+        r"batch_size=None.*Write af\.Data\(dataset, global_batch_size=",
     ),
     "part of a rank": (
         lambda: DataLoader(X, sampler=DistributedSampler(X, 2, 0)),
         {},
-        r"DistributedSampler gives each rank a part already.*shuffle=True",
+        r"DistributedSampler already splits the samples.*shuffle=True",
     ),
     "batches of a rank": (
         lambda: DataLoader(
@@ -257,12 +257,12 @@ REFUSED = {
             batch_sampler=BatchSampler(DistributedSampler(X, 2, 0), 2, drop_last=False),
         ),
         {},
-        "DistributedSampler gives each rank a part already",
+        "DistributedSampler already splits the samples",
     ),
     "own batches of ranks": (
         lambda: DataLoader(X, batch_sampler=[[0], [1]]),
         {"num_ranks": 2},
-        "num_ranks=2.*over all ranks and micro-batches; leave num_ranks out",
+        "num_ranks=2.*over all ranks and micro-batches. Leave out num_ranks=",
     ),
     "nothing left": (
         lambda: DataLoader(X, batch_size=11, drop_last=True),
@@ -292,9 +292,9 @@ def test_refused_loaders(case):
 @pytest.mark.parametrize(
     ("sampler", "words"),
     [
-        (Hidden, "two different epochs 0 when drawn twice.*set_epoch"),
-        (Short, "says that it has .*, and gave .* in epoch 0"),
-        (Endless, "says that it has .*, and gave more in epoch 0"),
+        (Hidden, "different indices when epoch 0 was read twice.*set_epoch"),
+        (Short, "has the length .*, but yielded .* in epoch 0"),
+        (Endless, "has the length .*, but yielded more indices in epoch 0"),
     ],
 )
 def test_samplers_that_cannot_be_resumed(sampler, words, within):
@@ -311,9 +311,9 @@ def test_samplers_that_cannot_be_resumed(sampler, words, within):
 @pytest.mark.parametrize(
     ("batches", "words"),
     [
-        ([], "gave no samples for update 0"),
-        ([[0], []], "gave no samples for update 1"),
-        ([0, 1], "gave 0 for an update; expected a list of indices"),
+        ([], "yielded no indices for update 0"),
+        ([[0], []], "yielded no indices for update 1"),
+        ([0, 1], "yielded 0; expected a list of indices"),
         ([[0.5]], r"indices \[0.5\]; expected integers from 0 to 9"),
         ([[3, 10]], r"indices \[10\]; expected integers from 0 to 9"),
         ([[-1]], r"indices \[-1\]; expected integers from 0 to 9"),
@@ -388,7 +388,7 @@ def test_batch_size_of_a_micro_batch():
     ):
         af.Data.from_loader(loader, num_micro_batches=0)
     own = DataLoader(X, batch_sampler=[[0, 1], [2]])
-    with pytest.raises(af.errors.DataError, match="leave num_micro_batches out"):
+    with pytest.raises(af.errors.DataError, match="Leave out num_micro_batches="):
         af.Data.from_loader(own, num_micro_batches=2)
 
 

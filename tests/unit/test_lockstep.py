@@ -45,7 +45,7 @@ def test_with_together_the_rank_that_ran_out_is_named(lengths):
         return
     shortest = min(lengths)
     words = (
-        f"rank {lengths.index(shortest)} ran out at batch {shortest}, others have"
+        f"rank {lengths.index(shortest)} has {shortest} batches, but other ranks have"
         f" {shortest + 1} or more"
     )
     with pytest.raises(af.errors.DataError, match=words):
@@ -90,7 +90,7 @@ def test_what_is_no_iterable(given_value):
     """Something else than batches is refused by its kind."""
     kind = type(given_value).__name__
     with pytest.raises(
-        af.errors.ArgumentError, match=rf"join_uneven\({kind}\).*as an iterable"
+        af.errors.ArgumentError, match=rf"join_uneven\({kind}\).*an iterable"
     ):
         af.join_uneven(given_value, af.World.single())
 

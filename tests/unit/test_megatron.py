@@ -119,7 +119,12 @@ def on_two(fn: Any, *args: Any, **options: Any) -> Any:
         (Net, {"down": "replicated"}, {}, "Remove it from the plan"),
         (Tailed, {"tail": "replicated"}, {}, "but 'tail.1' is split. Instead"),
         (Foreign, {}, {}, "'up' is a torch.nn.modules.linear.Linear that already has"),
-        (Grouped, {}, {}, "Grouped cannot be copied for its 'up.tp_group'"),
+        (
+            Grouped,
+            {},
+            {},
+            "Grouped cannot be copied because of its attribute 'up.tp_group'",
+        ),
     ],
     ids=["sequence", "named", "shared", "inside", "foreign", "grouped"],
 )

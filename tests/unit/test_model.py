@@ -130,7 +130,8 @@ def test_module_with_computed_tensors():
     model = nn.Linear(3, 1)
     model.computed = model.weight * 2
     with pytest.raises(
-        af.errors.ModelError, match=r"cannot be copied for its 'computed'.*buffers"
+        af.errors.ModelError,
+        match=r"cannot be copied because of its attribute 'computed'.*buffers",
     ):
         af.TrainState.create(model=model, optimizer=SGD)
 
@@ -557,8 +558,8 @@ def test_a_model_spread_over_devices_is_refused(part):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     place = model if part is None else model[1]
     place.hf_device_map = {"0": "cpu", "1": 1}
-    where = "" if part is None else "its '1' "
-    words = rf"^Sequential: {where}was spread over devices \['1', 'cpu'\]"
+    where = "the model" if part is None else "its submodule '1'"
+    words = rf"^Sequential: {where} is spread over the devices \['1', 'cpu'\]"
     with pytest.raises(af.errors.ModelError, match=words):
         af.TrainState.create(model=model, optimizer=SGD)
     place.hf_device_map = {"0": "cpu", "1": "cpu"}

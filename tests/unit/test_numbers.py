@@ -278,15 +278,15 @@ def test_a_model_belongs_to_one_state():
         create(model=net, optimizer=torch.optim.SGD([torch.zeros(1)], lr=1.0))
     copied, weight = copy.deepcopy(net), net.weight
     create(model=net)  # an attempt that failed has not taken it
-    with pytest.raises(ModelError, match="It is another state's already, 'state'"):
+    with pytest.raises(ModelError, match="it already belongs to the state 'state'"):
         create(model=net)
     create(model=copied)
     copied = nn.Linear(2, 1)
     copied.weight = weight
-    with pytest.raises(ModelError, match="another state's already: weight"):
+    with pytest.raises(ModelError, match="already belong to another state: weight"):
         create(model=copied)
     shared = functools.partial(nn.Sequential, nn.Linear(2, 1))
-    with pytest.raises(ModelError, match="not a partial over modules"):
+    with pytest.raises(ModelError, match="not a partial with modules"):
         simulate(2, lambda world: create(model=shared, world=world))
 
 

@@ -61,7 +61,7 @@ NO_WEIGHTS = {k: v for k, v in NO_COUNTS.items() if k != "[1.5]"} | {
 def test_counts_that_are_none(make_it, name, given):
     """What is no integer a sample is refused with its first values."""
     with pytest.raises(
-        af.errors.ArgumentError, match="one integer a sample, 0 or more"
+        af.errors.ArgumentError, match="an integer >= 0 for each"
     ) as error:
         make_it(NO_COUNTS[given])
     assert f"{name}: got {given};" in str(error.value)
@@ -176,7 +176,7 @@ def test_not_one_each(what):
 def test_a_sample_that_fits_no_budget():
     """It is named with its cost, and how many there are of its kind."""
     with pytest.raises(
-        af.errors.DataError, match=r"limit=4\): sample 1 alone costs 5.*2 of 3"
+        af.errors.DataError, match=r"limit=4\): sample 1 costs 5.*2 of 3"
     ):
         af.token_budget([1, 5, 6], limit=4)
 
@@ -198,7 +198,8 @@ def test_own_orders_that_give_no_indices(given):
     kind = type(given).__name__
     data = af.Data(X, global_batch_size=2, order=lambda *_: given)
     with pytest.raises(
-        af.errors.DataError, match=rf"n=10\) gave a {kind}; expected 10 indices"
+        af.errors.DataError,
+        match=rf"n=10\) returned a {kind}; expected a sequence of 10",
     ):
         read(data)
 
@@ -234,20 +235,20 @@ def test_own_orders_may_be_lazy_or_tensors(order):
 
 
 EXCLUDED = {
-    "got neither global_batch_size= nor batch_sampler=; give": {},
-    "got both global_batch_size= and batch_sampler=; give": {
+    "got neither global_batch_size= nor batch_sampler=. Pass": {},
+    "got both global_batch_size= and batch_sampler=. Pass": {
         "global_batch_size": 1,
         "batch_sampler": [[1]],
     },
-    "leave out order=": {"batch_sampler": [[1]], "shuffle": True},
-    "leave out order=, shuffle= and": {"batch_sampler": [[1]], "remainder": "pad"},
-    "leave out order=, shuffle=": {"batch_sampler": [[1]], "order": lambda *_: X},
-    "Give one of the two": {
+    "Leave out order=": {"batch_sampler": [[1]], "shuffle": True},
+    "Leave out order=, shuffle= and": {"batch_sampler": [[1]], "remainder": "pad"},
+    "Leave out order=, shuffle=": {"batch_sampler": [[1]], "order": lambda *_: X},
+    "pass only one of them": {
         "global_batch_size": 1,
         "shuffle": True,
         "order": lambda *_: X,
     },
-    "leave remainder out": {
+    "Leave out remainder=": {
         "global_batch_size": af.token_budget(ONES, limit=1),
         "remainder": "drop",
     },
@@ -280,12 +281,12 @@ MIXES = {
         {"weights": [1, 0]},
     ),
     "weights=[True, 2])": (af.errors.ArgumentError, [X, X], {"weights": [True, 2]}),
-    "weights=[1, 1e-09]): the least would come": (
+    "weights=[1, 1e-09]): the dataset with the smallest": (
         af.errors.ArgumentError,
         [X, X],
         {"weights": [1, 1e-9]},
     ),
-    "weights=[1e+300, 1e-300]): the least": (
+    "weights=[1e+300, 1e-300]): the dataset with": (
         af.errors.ArgumentError,
         [X, X],
         {"weights": [1e300, 1e-300]},
@@ -300,7 +301,7 @@ MIXES = {
         {"batch_sampler": [[1]]},
     ),
     "Stream cannot be read by index": (af.errors.DataError, [X, Stream()], {}),
-    "Joined is read by index": (af.errors.ArgumentError, [X, X], {"sharded": True}),
+    "Joined is not a stream": (af.errors.ArgumentError, [X, X], {"sharded": True}),
 }
 
 
@@ -328,7 +329,7 @@ def test_a_budget_has_no_one_number_of_updates():
         X, global_batch_size=af.token_budget(range(1, 11), limit=20), shuffle=True
     )
     with pytest.raises(
-        af.errors.DataError, match=r"ask data\.num_updates\(epochs, seed="
+        af.errors.DataError, match=r"Call data\.num_updates\(epochs, seed="
     ):
         _ = data.updates_per_epoch
     assert data.num_updates(2, seed=0) == len(read(data, epochs=2))

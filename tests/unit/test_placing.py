@@ -145,10 +145,10 @@ def test_a_placed_model_is_for_its_forward_alone(tmp_path):
     )
     ids = torch.arange(4)
     with af.on_devices(net, plan) as model:
-        with pytest.raises(af.errors.ModelError, match="is placed by af.on_devices"):
+        with pytest.raises(af.errors.ModelError, match="inside `with af.on_devices"):
             af.TrainState.create(model=model, optimizer=torch.optim.SGD)
         with (
-            pytest.raises(af.errors.ModelError, match="is placed"),
+            pytest.raises(af.errors.ModelError, match="only the forward pass"),
             af.on_devices(model, plan),
         ):
             pass

@@ -173,7 +173,7 @@ def test_a_world_with_axes_is_not_regrouped():
     world = af.World(axes={"dp_shard": 1}, group=Connection(None, regrouping=process))
     state = Run(n=4).state(world)
     with pytest.raises(
-        af.errors.WorldError, match=r"the world has axes, \{'dp_shard': 1\}"
+        af.errors.WorldError, match=r"a world with axes, \{'dp_shard': 1\}"
     ):
         af.regroup(state)
 

@@ -304,5 +304,5 @@ def test_a_store_may_be_saved_to_at_the_end_alone(tmp_path):
     with af.CheckpointStore(tmp_path / "run") as store:
         state = af.run(fresh(), STEP, until=3, store=store)
         assert store.steps == (3,)
-        with pytest.raises(af.errors.ArgumentError, match="needs a period"):
+        with pytest.raises(af.errors.ArgumentError, match="has no period"):
             store.due(state)

@@ -160,9 +160,7 @@ def test_from_torch_refuses_what_reads_the_optimizer():
             group = self.optimizer.param_groups[0]
             return [self.optimizer.state[group["params"][0]]["step"]]
 
-    with pytest.raises(
-        af.errors.ArgumentError, match="reads the state of the optimizer"
-    ):
+    with pytest.raises(af.errors.ArgumentError, match="reads the optimizer's state"):
         on_groups(Looks, 0.1, 0.1)
 
 

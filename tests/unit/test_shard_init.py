@@ -100,25 +100,28 @@ def gives_data() -> nn.Module:
 
 THERE = nn.Linear(2, 2)
 REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
-    (Gain, "the model, a Gain, has a parameter 'gain' which nothing sets"),
+    (Gain, "the model, a Gain, has a parameter 'gain' that nothing sets"),
     (lambda: nn.Sequential(Gain()), "the module '0', a Gain, has a parameter 'gain'"),
-    (lambda: nn.ParameterList([torch.ones(1)]), "Give the module around it a method"),
-    (Half, "'weight' which Half.reset_parameters() leaves unset"),
-    (Other, "'weight' which the factory set otherwise than Other.reset_parameters()"),
-    (Copying, "Copying.reset_parameters() asks for values that are not there"),
-    (partial(loaded, assign=False), "set otherwise than Linear.reset_parameters(), as"),
-    (partial(loaded, assign=True), "(1 more parameters are like it.)"),
-    (zeroed, "which the factory set otherwise than Linear.reset_parameters()"),
+    (lambda: nn.ParameterList([torch.ones(1)]), "to the module around it that sets"),
+    (Half, "'weight' that Half.reset_parameters() does not set"),
+    (Other, "'weight' that the factory sets otherwise than Other.reset_parameters()"),
+    (Copying, "Copying.reset_parameters() reads values that do not exist"),
+    (
+        partial(loaded, assign=False),
+        "sets otherwise than Linear.reset_parameters(), for",
+    ),
+    (partial(loaded, assign=True), "(1 more parameters have such a problem.)"),
+    (zeroed, "that the factory sets otherwise than Linear.reset_parameters()"),
     (
         lambda: nn.Embedding.from_pretrained(
             torch.arange(6.0).view(3, 2), freeze=False
         ),
-        "set otherwise than Embedding.reset_parameters(), as by loading it",
+        "sets otherwise than Embedding.reset_parameters(), for example by loading it",
     ),
-    (asks, "asks for values of parameters, which have none yet"),
-    (gives_data, "asks for values of parameters, which have none yet"),
-    (lambda: nn.Sequential(THERE), "'0.weight' of Sequential has values from before"),
-    (lambda: copy.deepcopy(THERE), "'weight' of Linear has values from before"),
+    (asks, "reads values of parameters, which have no values yet"),
+    (gives_data, "reads values of parameters, which have no values yet"),
+    (lambda: nn.Sequential(THERE), "'0.weight' of Sequential existed before"),
+    (lambda: copy.deepcopy(THERE), "'weight' of Linear existed before"),
     (partial(nn.LazyLinear, 1), "lazy parameters without a shape"),
     (nn.ReLU, "no trainable parameter"),
 ]
@@ -140,11 +143,11 @@ def test_an_instance_is_refused():
 
 def test_a_factory_is_one():
     """As with any other state."""
-    with pytest.raises(ModelError, match="expected a torch.nn.Module, or a factory"):
+    with pytest.raises(ModelError, match="expected a torch.nn.Module, or a function"):
         create(3)
-    with pytest.raises(ModelError, match="takes no argument"):
+    with pytest.raises(ModelError, match="without arguments"):
         create(nn.Linear)
-    with pytest.raises(ModelError, match="gave int"):
+    with pytest.raises(ModelError, match="returned int"):
         create(lambda: 3)
 
 
@@ -335,5 +338,5 @@ def test_a_pretrained_model_is_refused(tmp_path):
         eos_token_id=2,
     )
     library.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="as by loading it"):
+    with pytest.raises(ModelError, match="for example by loading it"):
         create(lambda: library.LlamaForCausalLM.from_pretrained(tmp_path))

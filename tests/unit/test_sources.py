@@ -276,20 +276,29 @@ class Fewer(Noisy):
 REFUSED = {
     "no such dtype": (
         np.arange(3, dtype=np.longdouble),
-        r"array of '.*', which torch does not have; give its astype",
+        r"array of dtype '.*', which torch does not have. Pass array.astype",
     ),
-    "other byte order": (np.arange(3, dtype=">f4"), r"array of '>f4'.*astype"),
-    "masked": (np.ma.masked_array([1.0, 2.0], [0, 1]), r"masked array; give.*filled"),
-    "Subset beyond": (Subset(X, [3, 30]), "picks sample 30 of a dataset that has 10"),
-    "Subset before": (Subset(X, [-11]), "picks sample -11 of a dataset that has 10"),
+    "other byte order": (np.arange(3, dtype=">f4"), r"array of dtype '>f4'.*astype"),
+    "masked": (
+        np.ma.masked_array([1.0, 2.0], [0, 1]),
+        r"no masked array.* Pass .*filled",
+    ),
+    "Subset beyond": (
+        Subset(X, [3, 30]),
+        "has the index 30, but its dataset has 10 samples",
+    ),
+    "Subset before": (
+        Subset(X, [-11]),
+        "has the index -11, but its dataset has 10 samples",
+    ),
     "datasets, empty": (datasets.Dataset.from_dict({"x": []}), r"\(Dataset\) is empty"),
     "table, empty": (pa.table({"x": []}), r"\(Table\) is empty"),
     "several splits": (
         datasets.DatasetDict(train=datasets.Dataset.from_dict(ROWS)),
         "DatasetDict cannot be read by index",
     ),
-    "set": ({1, 2}, "set has no order; give it as a sorted list"),
-    "data": (af.Data(X, global_batch_size=2), "Data cannot be read by index"),
+    "set": ({1, 2}, r"set has no order. Pass sorted\(dataset\)"),
+    "data": (af.Data(X, global_batch_size=2), "the dataset is itself an af.Data"),
 }
 
 
@@ -310,13 +319,13 @@ FAILING = {
     "no collate": (
         pa.table({"x": pa.array([1, 2], pa.timestamp("s"))}),
         TypeError,
-        "column 'x' of the table",
+        "the column 'x'",
     ),
     "objects": ([object()], TypeError, r"dataset indices \[0\]"),
     "fewer": (
         Fewer(),
         af.errors.DataError,
-        r"Fewer.__getitems__\(\[0, 1, 2, 3\]\) gave 3",
+        r"Fewer.__getitems__\(\[0, 1, 2, 3\]\) returned 3",
     ),
 }
 
@@ -481,8 +490,8 @@ def test_a_sample_that_cannot_be_read_is_named(
     with pytest.raises(KeyError) as error:
         list(af.batches(make(data), until_epoch=2))
     assert [note for note in error.value.__notes__ if "simulated" not in note] == [
-        f"This was raised by Gap[{bad}]: the sample at dataset index {place}.",
-        *(["That is dataset 1 of the mix."] if beside == "mix" else []),
+        f"Gap[{bad}] raised this error. It is the sample at dataset index {place}.",
+        *(["The sample is in dataset 1 of the mix."] if beside == "mix" else []),
     ]
 
 
@@ -491,7 +500,7 @@ def test_a_pandas_table_is_given_as_columns(part):
     """Rows are not what [3] gives of it; its columns are read as tensors."""
     table = pd.DataFrame({"x": [1.0, 2.0, 3.0], "y": [0, 1, 0]}, index=[7, 8, 9])
     with pytest.raises(
-        af.errors.DataError, match=r"a pandas table is read by names.*to_numpy"
+        af.errors.DataError, match=r"pandas indexes a table by names.*to_numpy"
     ):
         next(
             iter(

@@ -242,9 +242,9 @@ def test_ranks_that_train_others():
         (
             lambda *_: True,
             af.errors.OptimizerError,
-            "AdamW lacks 1 .*: fixed.*Create it",
+            "1 parameters were frozen .*AdamW .*: fixed.*Create the state",
         ),
-        (lambda *_: None, af.errors.ModelError, "true of none of the 7"),
+        (lambda *_: None, af.errors.ModelError, "true for none of the 7"),
         ("head", af.errors.ArgumentError, "'head'.*expected a function"),
     ],
 )

@@ -62,7 +62,7 @@ def test_summands_of_a_tensor_are_not_saved(tmp_path):
                 torch.ones(2), world.mesh, placements, run_check=False
             )
             state = begun(world).with_slot("mine", {name: mine})
-            said = rf"slots\.mine\.{name} is a DTensor placed as P.*redistribute\(\)"
+            said = rf"slots\.mine\.{name} is a DTensor with the placement P.*redistribute\(\)"
             with pytest.raises(af.errors.CheckpointWriteError, match=said):
                 af.save(state, tmp_path / "saved")
 

@@ -94,7 +94,7 @@ def traced():
 CREATE = {
     "a class": (
         {"model": nn.Linear},
-        r"model=.*takes no argument.*partial\(Linear, \.\.\.",
+        r"model=.*without arguments.*partial\(Linear, \.\.\.",
     ),
     "no list": (
         {"optimizer": lambda: None},
@@ -122,11 +122,11 @@ CREATE = {
     ),
     "wrapped by hand": (
         {"model": Wrapped},
-        r"the plain module that it wraps.*af\.wrap_ddp",
+        r"the plain module inside it.*af\.wrap_ddp",
     ),
     "compiled by torch.jit": (
         {"model": traced},
-        r"model\.0 is a ScriptModule: give the plain module.*torch\.jit.*af\.compile",
+        r"model\.0 is a ScriptModule: pass the plain module.*torch\.jit.*af\.compile",
     ),
     "neighbours that there are not": (
         {"setup": af.local_sgd(sync_every=4, neighbours={2: 2})},
@@ -155,18 +155,24 @@ def test_a_state_is_made_by_create():
 
 def test_the_best_is_best_by_a_metric(tmp_path):
     """Without one nothing is kept for being best, whatever is said to be."""
-    with pytest.raises(af.errors.ArgumentError, match="needs a metric.*keep_best="):
+    with pytest.raises(af.errors.ArgumentError, match="no effect without keep_best="):
         af.CheckpointStore(tmp_path, best_is="max")
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"keep_best": 3}, r"keep_best=3\): expected a metric's name"),
-        ({"keep_best": ["loss"]}, r"keep_best=\['loss'\]\): expected a metric's name"),
+        ({"keep_best": 3}, r"keep_best=3\): expected the name of a metric"),
+        (
+            {"keep_best": ["loss"]},
+            r"keep_best=\['loss'\]\): expected the name of a metric",
+        ),
         ({"keep_best": "loss", "best_is": "low"}, r"best_is='low'.*\"min\" or \"max\""),
-        ({"keep": 0}, r"keep=0\): expected at least 1, or None for all"),
-        ({"keep": True}, r"keep=True\): expected at least 1"),
+        (
+            {"keep": 0},
+            r"keep=0\): expected an integer of at least 1, or None to keep all",
+        ),
+        ({"keep": True}, r"keep=True\): expected an integer of at least 1"),
         ({"every": 0}, r"every=0\): expected a number of updates, a timedelta"),
         ({"every": 1.5}, r"every=1.5\): expected a number of updates, a timedelta"),
         ({"every": timedelta()}, r"every=.*\): expected a number of updates, a timed"),
