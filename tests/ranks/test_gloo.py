@@ -161,7 +161,7 @@ class Row:
 
 
 def mismatch(words: str) -> Refuses:
-    return Refuses(CollectiveMismatchError, f"different {words}")
+    return Refuses(CollectiveMismatchError, f"do not match in {words}")
 
 
 MEANT = Gives([[0.0, 2.0], [4.0, 6.0], [8.0, 10.0]])
@@ -466,19 +466,19 @@ ROWS = [
         "`all_reduce` with `AVG` of integers",
         Reduce("AVG", (1, 2), I64),
         (Raises("result type Float can't be cast"),) * 2,
-        Refuses(af.errors.ArgumentError, "Gloo has no AVG"),
+        Refuses(af.errors.ArgumentError, "Gloo does not support AVG"),
     ),
     Row(
         "`all_reduce` with `BAND` of floats",
         Reduce("BAND", (1, 2), F64),
         (Raises("Cannot use ReduceOp.BAND with non-integral dtype"),) * 2,
-        Refuses(af.errors.ArgumentError, "Gloo has no BAND"),
+        Refuses(af.errors.ArgumentError, "Gloo does not support BAND"),
     ),
     Row(
         "`all_reduce` of int16",
         Reduce("SUM", (1, 2), I16),
         (Raises("Invalid scalar type"),) * 2,
-        Refuses(af.errors.ArgumentError, "Gloo has no SUM"),
+        Refuses(af.errors.ArgumentError, "Gloo does not support SUM"),
     ),
     Row(
         "`all_reduce` without `group=`",
