@@ -272,9 +272,7 @@ class ReduceOrder:
         return self._out_of_turn(number)
 
     def _out_of_turn(self, number: int) -> Iterator[int]:
-        if (
-            number in self._had
-        ):  # a second gradient in a pass: DeepSpeed raises an error
+        if number in self._had:  # a second gradient: DeepSpeed raises an error
             yield number
         self._waiting.add(number)
         while self._waiting and (turn := self._turn(number)) in self._waiting:

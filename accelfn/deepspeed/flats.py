@@ -372,9 +372,8 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
                 if is_flat(value, size):
                     by_key.setdefault(key, {})[i] = value
                     continue
-                for name in where.names_of(
-                    i
-                ):  # not elementwise, such as a count: each parameter gets a copy
+                # not elementwise, such as a count: each parameter gets a copy
+                for name in where.names_of(i):
                     is_tensor = isinstance(value, torch.Tensor)
                     rows[name][key] = value.clone() if is_tensor else value
         for key in sorted(by_key):

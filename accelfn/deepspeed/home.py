@@ -382,9 +382,7 @@ class ZeroRunner:
         self._forward = collectives.naming("DeepSpeed forward", ranks)
         self._backward = collectives.naming("DeepSpeed backward", ranks)
         self._sync, self._is_over = True, False
-        self._known = deque[LossFunction](
-            maxlen=8
-        )  # losses whose first pass was checked
+        self._known = deque[LossFunction](maxlen=8)  # losses that were checked
         ranks.connection.hold(self.let_go)
 
     def forward(

@@ -209,9 +209,8 @@ def use_deepspeed(ranks: World) -> Generator[Any, None, None]:
     linear = functional.linear
     logger: logging.Logger = package.utils.logger
     level = logger.level
-    logger.setLevel(
-        logging.ERROR
-    )  # DeepSpeed warns about optimizers that it has not tested
+    # DeepSpeed warns about optimizers that it has not tested
+    logger.setLevel(logging.ERROR)
     try:
         with _skip_startup():
             yield package

@@ -198,9 +198,8 @@ class wrap_deepspeed:
         if state.definition.layout is None:
             msg = f"{self!r}: the model has only scalar parameters, which cannot be sharded."
             raise ModelError(msg)
-        self._check_grads(
-            state
-        )  # again, because with_setup and with_trainable skip init
+        # again, because with_setup and with_trainable do not call init
+        self._check_grads(state)
         self._check_optimizer(state)
         clips = state.definition.setup.facts.get("clips", ())
         config = settings_of(

@@ -252,9 +252,7 @@ class _Chunk:
         try:
             with files.open_plain(self.path) as stream:
                 window = _Window(stream, self.begin, self.length)
-                meta = _load_storage(
-                    window, "meta"
-                )  # shape, dtype and offset, without values
+                meta = _load_storage(window, "meta")  # shape, dtype and offset
                 self._check(meta)
                 first = getattr(meta.untyped_storage(), "_checkpoint_offset", None)
                 if first is not None and meta.is_contiguous():
@@ -367,9 +365,7 @@ def _piece(
         path = folder / place.relative_path
         chunks.append(_Chunk(box, path, int(place.offset), int(place.length)))
     if not slices.cover((chunk.box for chunk in chunks), shape):
-        msg = (
-            f"{folder}: the saved pieces of {name!r} do not cover a tensor of {shape}."
-        )
+        msg = f"{folder}: the pieces of {name!r} do not cover a tensor of {shape}."
         raise CheckpointCorruptError(msg)
     dtype = meta.properties.dtype
 

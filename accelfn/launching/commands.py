@@ -117,9 +117,7 @@ def ls(directory: str) -> tuple[list[str], int]:
     for step, folder in checkpoints.items():
         with suppress(FileNotFoundError):
             row = _row(folder, step)
-            if files.is_there(
-                folder
-            ):  # a running job may remove old checkpoints meanwhile
+            if files.is_there(folder):  # a running job may have removed it
                 table.append(row)
     widths = [max(len(row[i]) for row in table) for i in range(4)]
     rows = [

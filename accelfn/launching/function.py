@@ -185,12 +185,8 @@ def _run(folder: Path, nproc: int) -> Ended:
         # follow_all: a notebook shows only the output of this process, not that of rank 0
         return run_here([_RANK, str(folder)], Plan(nproc=nproc), follow_all=True)
     except SignalException as error:
-        signal.raise_signal(
-            error.sigval
-        )  # run this process's own handler of the signal
-        msg = (
-            f"af.launch: this process received {error.sigval.name} and ended all ranks."
-        )
+        signal.raise_signal(error.sigval)  # call this process's own handler
+        msg = f"af.launch: received {error.sigval.name}, and ended all ranks."
         raise RankFailedError(msg) from error
 
 

@@ -179,9 +179,7 @@ def handler_of(machines: Machines) -> RendezvousHandler:
     timeout = timedelta(seconds=seconds)
     store = None
     if machines.is_here:
-        with suppress(
-            DistError
-        ):  # another launcher on this machine has opened the store
+        with suppress(DistError):  # another launcher here has opened the store
             store = connection.open_store(
                 host, port, timeout, is_local=machines.most == 1
             )

@@ -128,9 +128,7 @@ OPTIONS: dict[str, Option] = {
         1,
     ),
     "machine_rank": Option(_INDEX, "I", "this machine's number, from 0"),
-    "main_address": Option(
-        _TEXT, "HOST", "address of machine 0 for the other machines"
-    ),
+    "main_address": Option(_TEXT, "HOST", "address of machine 0 for other machines"),
     "main_port": Option(
         _PORT, "PORT", f"a free port of machine 0 (default {MAIN_PORT})"
     ),
@@ -179,12 +177,11 @@ def check_setting(name: str, value: Any, source: str) -> Any:
     option = OPTIONS.get(name)
     if option is None:
         hint = suggest_name(name, list(OPTIONS))
-        msg = f"{source} has {name!r:.80}, which is not a setting.{hint}"
+        msg = f"{source}: {name!r:.80} is not a setting.{hint}"
         raise LaunchError(msg)
     if not option.kind.accepts(value):
-        msg = (
-            f"{_where(name, source)} is {value!r:.80}; expected {option.kind.expects}."
-        )
+        place, expects = _where(name, source), option.kind.expects
+        msg = f"{place} is {value!r:.80}; expected {expects}."
         raise LaunchError(msg)
     if name == "axes":
         check_axes(value, source, None)

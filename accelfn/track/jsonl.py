@@ -84,9 +84,7 @@ class _Jsonl:
                 return
         except OSError as error:
             number = error.errno or errno.EIO
-        with suppress(
-            OSError
-        ):  # otherwise the next tracker removes the incomplete line
+        with suppress(OSError):  # else the next tracker removes the incomplete line
             os.ftruncate(self._handle, end)
         raise OSError(number, os.strerror(number), str(self.backend))
 

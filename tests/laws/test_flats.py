@@ -184,10 +184,7 @@ def test_what_an_optimizer_has_goes_there_and_back(case: Case, begun: bool) -> N
 
 @pytest.mark.parametrize(
     ("other", "match"),
-    [
-        ({}, "has fewer updates"),
-        ({"step": torch.tensor(2.0)}, "another number of updates"),
-    ],
+    [({}, "fewer updates"), ({"step": torch.tensor(2.0)}, "another number of")],
 )
 def test_parameters_of_a_group_count_alike(other, match):
     """Others are refused by name: DeepSpeed has one count for all."""

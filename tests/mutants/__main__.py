@@ -44,9 +44,7 @@ def main() -> int:
     homes = [mutant.module.rpartition(".")[2] for mutant in mutants]
     unknown = [word for word in words if word not in homes]
     if unknown:
-        console.print(
-            f"{unknown[0]}: expected a test file with mutants, like test_diloco"
-        )
+        console.print(f"{unknown[0]}: expected a test file, such as test_diloco")
         return 1
     for mutant, home in zip(mutants, homes, strict=True):
         if words and home not in words:

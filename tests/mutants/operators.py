@@ -46,10 +46,7 @@ def possible_changes(place: Place) -> Iterator[str]:
             change = f"{ast.unparse(head)} → {ast.unparse(new)}"
             try:
                 change_function(place.node, change)
-            except (
-                SyntaxError,
-                ValueError,
-            ):  # the statement occurs twice in the function
+            except (SyntaxError, ValueError):  # the statement occurs twice
                 continue
             yield change
 

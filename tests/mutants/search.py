@@ -113,9 +113,7 @@ def _first_failure(bug: Bug, tests: Sequence[str]) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"a test that takes longer than {_SECONDS} s: try the bug by itself"
-    if (
-        done.returncode == pytest.ExitCode.USAGE_ERROR
-    ):  # pytest cannot parse a test's id
+    if done.returncode == pytest.ExitCode.USAGE_ERROR:  # pytest rejected an id
         files = dict.fromkeys(test.partition("::")[0] for test in tests)
         return _first_failure(bug, [*files]) if [*files] != [*tests] else ""
     if done.returncode == 0:

@@ -260,9 +260,7 @@ def test_ranks_may_use_a_model_in_other_ways_together(stage):
 def test_a_rank_that_goes_astray_is_told():
     """And those that wait for it hear of it, as soon as it gives up."""
     each = Trained(RUN, af.wrap_deepspeed(3, config=APART))
-    with pytest.raises(
-        RankError, match="0 ran the backward pass of the loss, rank 1 ran 'f"
-    ):
+    with pytest.raises(RankError, match="pass of the loss, rank 1 ran 'f"):
         run_processes(2, astray, each, timeout=45)
 
 

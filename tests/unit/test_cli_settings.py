@@ -177,18 +177,15 @@ def test_show_says_what_ranks_get(capsys):
     [
         (
             "[launch]\nnprocs = 2\n",
-            "'nprocs', which is not a setting. Did you mean 'nproc'",
+            "'nprocs' is not a setting. Did you mean 'nproc'",
         ),
         ("[launch]\nmachine-rank = 0\n", "Did you mean 'machine_rank'"),
-        ("[launch]\nzzz = 0\n", "'zzz', which is not a setting. Known: nproc, "),
+        ("[launch]\nzzz = 0\n", "'zzz' is not a setting. Known: nproc, "),
         (
             "[lunch]\nnproc = 2\n",
             "'lunch', which accelfn does not know. Did you mean 'launch'",
         ),
-        (
-            "nproc = 2\n",
-            "'nproc', which accelfn does not know. Write it below [launch]",
-        ),
+        ("nproc = 2\n", "which accelfn does not know. Write it below [launch]"),
         ("launch = 2\n", "'launch', which must be a table: a line [launch]"),
         ("[[launch]]\nnproc = 2\n", "'launch', which must be a table"),
         ('[launch]\nnproc = "2"\n', "nproc is '2'; expected a whole number from 1 to"),
@@ -224,10 +221,7 @@ def test_a_file_with_a_mistake(capsys, text, words):
         ("[launch]\nnproc = -1\n", "nproc is -1; expected"),
         ("[launch]\nmain_port = -1\n", "main_port is -1; expected a port"),
         ("[launch]\nmachine_rank = 1000001\n", "machine_rank is 1000001; expected"),
-        (
-            "[launch]\nmax_restarts = 1000000000\n",
-            "max_restarts is 1000000000; expected",
-        ),
+        ("[launch]\nmax_restarts = 1000000000\n", "max_restarts is 1000000000; e"),
         ("[launch]\nnproc = " + "9" * 5000, "cannot be read"),
         ("a" * 60000 + " = 1\n", "which accelfn does not know"),
         (f'[launch]\nelastic = "1:{"9" * 5000}"\n', "elastic is '1:9999"),
@@ -291,10 +285,7 @@ def test_a_launch_says_what_its_file_has_set(capsys, monkeypatch):
         ("--rdzv-endpoint h:1", "needs --rdzv-id too"),
         ("--rdzv-endpoint h:1 --rdzv-id a --machine-rank 0", "cannot be used with"),
         ("--rdzv-endpoint h --rdzv-id a", "expected HOST:PORT"),
-        (
-            "--rdzv-endpoint h:99999 --rdzv-id a",
-            "'h:99999'; expected HOST:PORT, with a port",
-        ),
+        ("--rdzv-endpoint h:99999 --rdzv-id a", "'h:99999'; expected HOST:PORT"),
         ("--rdzv-endpoint h:0 --rdzv-id a", "a port from 1 to 65535"),
         ("--rdzv-endpoint h:\u00b2 --rdzv-id a", "a port from 1 to 65535"),
         (

@@ -107,13 +107,9 @@ def test_a_count_is_no_mean():
         match=r"'value'. It is probably a count or a sum.*af\.Loss",
     ):
         af.evaluate(state, data(), count)
-    with pytest.warns(
-        af.errors.AccelfnWarning, match=r"'value'. It is probably a count or a sum"
-    ):
+    with pytest.warns(af.errors.AccelfnWarning, match=r"'value'\. It is probably"):
         af.evaluate(state, data(2), count)
-    with pytest.warns(
-        af.errors.AccelfnWarning, match=r"'right'. It is probably a count or a sum"
-    ):
+    with pytest.warns(af.errors.AccelfnWarning, match=r"'right'\. It is probably"):
         af.evaluate(state, data(), lambda *given: {"right": count(*given)})
     af.evaluate(state, data(1), count)  # of one sample, it is the mean
     af.evaluate(state, data(1), lambda *given: count(*given) == 1)

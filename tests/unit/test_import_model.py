@@ -731,14 +731,8 @@ def test_code_in_a_file_is_not_run(write, tmp_path):
     ("held", "expected"),
     [
         ([torch.ones(1)], "contains a list"),
-        (
-            {"model": {"weight": torch.ones(2, 2)}},
-            "'model' .dict. is not a dense tensor",
-        ),
-        (
-            {0: torch.ones(2)},
-            "0 .torch.strided tensor. is not a dense tensor, or its name",
-        ),
+        ({"model": {"weight": torch.ones(2, 2)}}, "'model' .dict. is not a dense"),
+        ({0: torch.ones(2)}, "0 .torch.strided tensor. is not a dense tensor, or"),
         ({"weight": torch.ones(2, 2).to_sparse()}, "sparse_coo"),
     ],
 )

@@ -172,10 +172,7 @@ def test_an_optimizer_s_own_names_count(tmp_path):
         (named(*NAMES[:3]), "groups of sizes [4], but [3] parameter names"),
         (named(*NAMES, "more"), "groups of sizes [4], but [5] parameter names"),
         (named(*NAMES[:3], "other"), "parameters of the optimizer: other."),
-        (
-            lambda held: held["param_groups"][0]["params"].pop(),
-            "groups of sizes [3], but",
-        ),
+        (lambda held: held["param_groups"][0]["params"].pop(), "of sizes [3], but"),
         (lambda held: held.pop("state"), "is not the state_dict() of an optimizer"),
         (lambda held: held.update(param_groups=3), "is not the state_dict() of an"),
         (lambda held: held.update(state=3), "is not the state_dict() of an optimizer"),
@@ -410,10 +407,7 @@ def test_what_was_written_through_something_is_refused(tmp_path):
         if index.fqn == "model.first.bias":
             info.transform_descriptors = ["zstd"]
     (folder / ".metadata").write_bytes(pickle.dumps(records))
-    assert (
-        "'model.first.bias' was saved in a form that accelfn cannot read: ['zstd']"
-        in refused(folder)
-    )
+    assert "'model.first.bias' was saved in a form that accelfn" in refused(folder)
 
 
 def test_a_compressed_piece_is_refused(tmp_path):
@@ -450,7 +444,7 @@ def test_boxes_that_leave_something_open_are_refused(tmp_path):
         [2, 2]
     )
     (folder / ".metadata").write_bytes(pickle.dumps(records))
-    assert "the saved pieces of 'model.first.weight'" in refused(folder)
+    assert "the pieces of 'model.first.weight'" in refused(folder)
 
 
 @given(data=st.data())

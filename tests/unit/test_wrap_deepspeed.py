@@ -173,10 +173,7 @@ def test_what_looks_at_gradients_is_refused(other, match):
 @pytest.mark.parametrize(
     ("model", "match"),
     [
-        (
-            lambda: nn.Linear(4, 4).double(),
-            "float32, but weight, bias are torch.float64",
-        ),
+        (lambda: nn.Linear(4, 4).double(), "but weight, bias are torch.float64"),
         (lambda: nn.Linear(4, 4).bfloat16(), "are torch.bfloat16"),
         (lambda: nn.ParameterList([torch.ones(2), torch.ones(0)]), "no elements"),
     ],
@@ -234,9 +231,7 @@ def test_a_group_that_trains_nothing_is_refused():
         model=lambda: nn.Linear(4, 4), optimizer=partial(two, torch.optim.SGD)
     )
     state = state.with_trainable(lambda name, _: name == "weight")
-    with pytest.raises(
-        af.errors.OptimizerError, match="group 1 has no trained parameter"
-    ):
+    with pytest.raises(af.errors.OptimizerError, match="group 1 has no trained"):
         af.wrap_deepspeed(1)(state)
 
 
