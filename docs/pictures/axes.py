@@ -42,7 +42,7 @@ def draw() -> str:
 
 
 def _rows(found: list[Entry]) -> list[list[Entry]]:
-    """Return the collectives, those that groups of ranks make at the same time together."""
+    """Return the collectives in rows; calls of several groups at the same time share a row."""
     rows: dict[tuple[object, ...], list[Entry]] = {}
     for entry in found:
         key = entry.kind, entry.label, entry.shapes, entry.group
