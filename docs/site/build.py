@@ -24,7 +24,7 @@ from typing import Any
 
 import reference
 import tomlkit
-from finish import finish
+from finish import finish, fold_sections
 from last_run import foot
 from packaging.version import Version
 
@@ -91,7 +91,9 @@ def build(folder: Path) -> Path:
         msg = f"Zensical is not content with {pages}:\n{said}"
         raise SystemExit(msg)
     for page in (versions / version).rglob("*.html"):
-        page.write_text(finish(page.read_text()))
+        html = finish(page.read_text())
+        is_folded = page.parent.name == "benchmarks"
+        page.write_text(fold_sections(html) if is_folded else html)
     _list_versions(versions)
     return versions
 

@@ -15,11 +15,18 @@ _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 _HEADER = re.compile(r"<th\b[^>]*>(.*?)</th>", re.DOTALL)
 _ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
 _TAG = re.compile(r"<[^>]*>")
+_BENCHMARK = re.compile(r"(<h2\b.*?</h2>)(.*?)(?=<h2\b|<p class=\"last-run\")", re.DOTALL)
 
 
 def finish(html: str) -> str:
     """Return a page whose long output wraps, and whose table cells know their column."""
     return _TABLE.sub(_label_cells, _OUTPUT.sub(_wrap_long_output, html))
+
+
+def fold_sections(html: str) -> str:
+    """Return a page that shows the body of a section when a reader opens it."""
+    folded = r'\1<details class="figures"><summary>Figures</summary>\2</details>'
+    return _BENCHMARK.sub(folded, html)
 
 
 def _wrap_long_output(block: re.Match[str]) -> str:

@@ -72,10 +72,9 @@ def _section(part: str) -> str:
         blocks += [f"### `{name}`"]
         if callable(member):
             blocks.append(_code(signature(name, member)))
-        blocks.append(_summary(member))
-        if name in merged:
-            blocks.append("The table above lists the arguments.")
-        else:
+        above = " The table above lists the arguments." if name in merged else ""
+        blocks.append(_summary(member) + above)
+        if not above:
             blocks.append(_arguments(member))
         blocks.append(_raises(member))
     return "\n\n".join(block for block in blocks if block) + "\n\n"

@@ -18,16 +18,15 @@ _DISTRIBUTIONS = ("accelfn", "torch", "accelerate", "lightning-fabric", "torchda
 _HEAD = """\
 # Benchmarks
 
-This page is written by `python -m nox -s bench`; run it to have the figures of your machine.
-With names behind `--`, as `python -m nox -s bench -- step`, those sections are written anew.
+`python -m nox -s bench` writes this page. Run it to measure on your own machine.
+To measure only some sections again, name them: `python -m nox -s bench -- step`.
 
-Contestants run in turn in one process: each round runs a block of every one,
-in an order that turns round every other time.
-A ratio is the median, over the rounds, of a contestant's time
-over that of the first line's in the same round;
-the middle half of the rounds lies between the two figures beside it.
-Each process has one torch thread, the garbage collector is off while time is taken,
-and the learning rate is 0, so that no weight drifts to where numbers are slow.
+The libraries run in turns in one process. Each round runs a block of steps of every library,
+and every second round reverses the order.
+A ratio compares the time of a library with the time of the first line in the same round. The
+table shows the median over the rounds, and the range of the middle half of the rounds.
+Each process has one torch thread. The garbage collector is off during a measurement.
+The learning rate is 0, so that no parameter becomes a number that is slow to compute with.
 
 ![Bars: time per step of three small models with accelfn, Accelerate and \
 Lightning Fabric. A line shows the time of a hand-written loop](pictures/benchmarks.svg)
