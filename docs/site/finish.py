@@ -15,7 +15,9 @@ _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 _HEADER = re.compile(r"<th\b[^>]*>(.*?)</th>", re.DOTALL)
 _ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
 _TAG = re.compile(r"<[^>]*>")
-_BENCHMARK = re.compile(r"(<h2\b.*?</h2>)(.*?)(?=<h2\b|<p class=\"last-run\")", re.DOTALL)
+_BENCHMARK = re.compile(
+    r"(<h2\b.*?</h2>)(.*?)(?=<h2\b|<p class=\"last-run\")", re.DOTALL
+)
 
 
 def finish(html: str) -> str:
