@@ -171,7 +171,7 @@ def withdraw(path: Path, text: str) -> bool:
             is_same = os.path.samestat(os.fstat(file.fileno()), path.stat())
             if not is_same or file.read() != text.encode():
                 return False
-            if not system.IS_WINDOWS:  # which removes no open file
+            if not system.IS_WINDOWS:  # Windows cannot remove an open file
                 path.unlink()
         if system.IS_WINDOWS:
             path.unlink()

@@ -283,7 +283,8 @@ def _hand_over(
     except CheckpointCorruptError as error:
         failure = StateError(
             f"{_CALL}: the model is sharded, and the {len(givers)} ranks with a state do not"
-            f" have all of its parts: {error}. Continue from the last checkpoint."
+            f" have all of its parts: {error.__cause__ or error}. Continue from the last"
+            " checkpoint."
         )
         failure.__cause__ = error
         return failure

@@ -193,7 +193,7 @@ def states_of(call: str, value: object) -> tuple[TrainState, dict[str, TrainStat
         WorldError: the states are in different worlds.
     """
     states: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"": value}
-    for name in states or [None]:
+    for name in states or [""]:
         if isinstance(value, Mapping) and not (
             isinstance(name, str) and MEMBER.fullmatch(name)
         ):

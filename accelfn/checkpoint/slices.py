@@ -49,7 +49,10 @@ class Slice:
         return tensor
 
     def within(self, other: "Slice") -> "Slice | None":
-        """Return the intersection with another box, as a box of this box; None if empty."""
+        """Return the intersection with another box, relative to this box's corner.
+
+        The result is None if the boxes do not overlap.
+        """
         begins = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
         ends = [
             min(a + n, b + m)
@@ -66,7 +69,7 @@ class Slice:
         )
 
     def inside(self, other: "Slice") -> "Slice":
-        """Return this box, if it is a box of another box, as a box of the full tensor."""
+        """Return this box relative to the full tensor, if it is relative to `other`'s corner."""
         corner = (a + b for a, b in zip(self.offset, other.offset, strict=True))
         return Slice(other.shape, tuple(corner), self.size)
 
