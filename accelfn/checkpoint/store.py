@@ -89,7 +89,7 @@ def check_options(
         text = f"every={every!r}): expected a number of updates, a timedelta, or None."
     else:
         return
-    msg = f"CheckpointStore({text}"
+    msg = f"af.CheckpointStore({text}"
     raise ArgumentError(msg)
 
 
@@ -101,7 +101,7 @@ def check_writable(directory: Path) -> None:
         files.create(probe)
         files.remove(probe)
     except OSError as error:
-        msg = f"CheckpointStore({str(directory)!r}): cannot write to the directory: {error}."
+        msg = f"af.CheckpointStore({str(directory)!r}): cannot write to the directory: {error}."
         raise CheckpointWriteError(msg) from error
 
 
@@ -115,7 +115,7 @@ def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:
         with suppress(TypeError, ValueError):
             return {name: float(value) for name, value in table.items()}
     msg = (
-        f"CheckpointStore.save(metrics={metrics!r}): expected a dict from names to numbers,"
+        f"af.CheckpointStore.save(metrics={metrics!r}): expected a dict from names to numbers,"
         " such as metrics.all_reduce_mean(world)."
     )
     raise ArgumentError(msg)
@@ -127,7 +127,7 @@ def check_numbers(texts: Sequence[str]) -> None:
     for rank, text in enumerate(texts):
         if text != texts[0]:
             advise(
-                f"CheckpointStore.save(metrics=...): rank 0 passed {first}, but rank {rank}"
+                f"af.CheckpointStore.save(metrics=...): rank 0 passed {first}, but rank {rank}"
                 f" passed {json.loads(text)}. The store keeps only the metrics of rank 0, also"
                 " for keep_best=. Pass equal values: metrics=metrics.all_reduce_mean(world)."
             )
@@ -391,7 +391,7 @@ class CheckpointStore:
             ArgumentError: the store was created without `keep_best`.
         """
         if self.keep_best is None:
-            msg = "CheckpointStore.best: the store has no metric. Create it with keep_best=."
+            msg = "af.CheckpointStore.best: the store has no metric. Create it with keep_best=."
             raise ArgumentError(msg)
         steps = best_of(self.directory, self.keep_best, self.best_is)
         return self.directory / manifest.name_of(steps[0]) if steps else None
@@ -409,7 +409,7 @@ class CheckpointStore:
         """
         state, _ = states_of("store.due(state)", state)
         if self.every is None:
-            msg = "CheckpointStore.due: the store has no period. Create it with every=."
+            msg = "af.CheckpointStore.due: the store has no period. Create it with every=."
             raise ArgumentError(msg)
         if state.step == 0:
             return False
