@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""accelfn: training PyTorch models with values.
+"""accelfn: train PyTorch models with a function from one state to the next.
 
-A training setup is a chain of immutable transforms, applied to a plain `TrainState`; an
-explicit step function takes it from one update to the next. See the documentation's
-tutorial, or start here:
+A `TrainState` is an immutable record of the whole training state. A setup is a chain of
+transforms, such as `af.wrap_ddp()`, and says how a step computes. A step function takes a
+state and a batch, and returns the next state. See the tutorial in the documentation, or
+start here:
 
     setup = af.chain(af.shard_data(), af.wrap_ddp(), af.autocast("bf16"))
     step = af.make_step(loss_fn)
@@ -67,8 +68,8 @@ from accelfn.world import World as World
 _PUBLIC_MODULES = "errors", "orders", "schedules"
 _BUILTINS = ("compile",)
 
-# Imported when first used, because a program needs few of them. A name that a module of this
-# package has too cannot be here: importing that module would replace it.
+# These names are imported at first use, because a program needs few of them. Do not add a
+# name that a module of this package also has: importing the module would replace the name.
 if _typing.TYPE_CHECKING:
     __version__: str
     from accelfn import megatron as megatron
@@ -139,18 +140,18 @@ if _typing.TYPE_CHECKING:
     from accelfn.weights.export import save_pretrained as save_pretrained
     from accelfn.weights.importing import empty_weights as empty_weights
     from accelfn.weights.importing import import_model as import_model
-else:  # type checkers do not see it, and find a misspelt name
+else:  # hidden from type checkers, so that they report misspelt names
 
     def __getattr__(name: str) -> object:
-        """Import a name that costs time."""
+        """Import a name when a program first uses it."""
         if name == "__version__":
             try:
                 return _version("accelfn")
-            except _NotFound:  # a tree that is only on the path
+            except _NotFound:  # a source folder on the path, which is not installed
                 return "0+unknown"
         if (
             name == "__all__"
-        ):  # for `from accelfn import *`, which keeps Python's `compile`
+        ):  # for `from accelfn import *`, which must not replace Python's `compile`
             return [public for public in __dir__() if public not in _BUILTINS]
         if name in _names_for_later(__name__):
             return _import_later(__name__, name)
@@ -161,7 +162,7 @@ else:  # type checkers do not see it, and find a misspelt name
 
 
 def __dir__() -> list[str]:
-    """Return the public names, those too that are not imported yet, and no folders."""
+    """Return the public names, including those not imported yet, but not the subpackages."""
     values = {name: value for name, value in globals().items() if name[0] != "_"}
     public = {name for name, value in values.items() if not isinstance(value, _Module)}
     return sorted({*public, *_names_for_later(__name__), *_PUBLIC_MODULES})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m accelfn`: the command line, where its script is not on the path."""
+"""`python -m accelfn` runs the command line if the script `accelfn` is not on the PATH."""
 
 import sys
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line `accelfn` and its subcommands."""
+"""The command-line program `accelfn` and its subcommands."""
 
 from __future__ import annotations
 
@@ -35,20 +35,23 @@ if TYPE_CHECKING:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that rejects unknown options itself; argparse leaves them to the outermost."""
+    """A parser that reports unknown options itself, with the subcommand's name.
+
+    argparse would report them in the outermost parser.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
 
-    # its overloads are many
+    # argparse declares many overloads
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Any = None, namespace: Any = None
     ) -> Any:
-        """Parse; report an unknown option in one line, with the nearest known option."""
+        """Parse arguments; exit with one line that suggests the nearest known option."""
         result, unknown = super().parse_known_args(args, namespace)
         for word in unknown:
             if not word.startswith("-"):
-                self.error(f"unexpected word {word!r}")
+                self.error(f"unexpected argument {word!r}")
             name = word.partition("=")[0].replace("_", "-")
             names = [string for act in self._actions for string in act.option_strings]
             close = difflib.get_close_matches(name, names, n=1)
@@ -67,17 +70,17 @@ def parser() -> argparse.ArgumentParser:
     _add_launching(commands)
     replay = commands.add_parser(
         "replay",
-        help="run the step of a crash bundle again, on simulated ranks",
+        help="run a failed step again from its crash bundles, on simulated ranks",
         description=(
-            "Run the step of a crash bundle, which accelfn.testing.crash_bundles left,"
-            " again on simulated ranks in this process. What it raises is shown."
+            "Run a failed step again in this process, on simulated ranks, from the crash"
+            " bundles that accelfn.testing.crash_bundles wrote. The error is raised again."
         ),
     )
-    replay.add_argument("directory", help="where the ranks left their bundles")
+    replay.add_argument("directory", help="the directory with the crash bundles")
     checkpoint = commands.add_parser(
         "checkpoint",
         help="list, verify or export checkpoints",
-        description="Say what is in checkpoints, from their files alone.",
+        description="List, verify or export checkpoints. No training script is needed.",
     )
     _add_acts(checkpoint)
     _add_traffic(commands)
@@ -87,22 +90,22 @@ def parser() -> argparse.ArgumentParser:
 def _add_traffic(commands: Any) -> None:
     traffic = commands.add_parser(
         "traffic",
-        help="foresee what a training sends on any number of ranks",
+        help="predict what each update sends on any number of ranks",
         description=(
-            "Run functions of a world on a few simulated ranks, and print what an update of"
-            " each sends, by label, on any number of ranks."
+            "Run each function, which trains some updates, on a few simulated ranks. Print"
+            " how many bytes an update sends on any number of ranks, by label."
         ),
     )
     traffic.add_argument(
-        "programs", nargs="+", metavar="FILE.py:FUNCTION", help="trains some updates"
+        "programs", nargs="+", metavar="FILE.py:FUNCTION", help="trains with a world"
     )
-    traffic.add_argument("--ranks", default="2,8,64", metavar="N,N", help="on how many")
+    traffic.add_argument("--ranks", default="2,8,64", metavar="N,N", help="world sizes")
     traffic.add_argument(
-        "--link", metavar="MBIT,MS", help="bandwidth and latency: seconds an update"
+        "--link", metavar="MBIT,MS", help="bandwidth, latency: print seconds per update"
     )
 
 
-_SHORT = {"nproc": "-n"}  # as of mpirun and srun
+_SHORT = {"nproc": "-n"}  # the same letter as mpirun and srun
 
 
 def _add_launching(commands: Any) -> None:
@@ -111,8 +114,8 @@ def _add_launching(commands: Any) -> None:
         help="run a script in several processes, on one machine or more",
         description=(
             "Run a script in several processes on this machine, one rank each, with the"
-            " environment of torchrun. Options of accelfn come before the script. What the"
-            f" command line does not say is read from {FILE}, if it is here."
+            " environment of torchrun. Put options of accelfn before the script. Settings that"
+            f" are not in the command line are read from {FILE} in this directory."
         ),
     )
     for name, option in OPTIONS.items():
@@ -125,7 +128,7 @@ def _add_launching(commands: Any) -> None:
     launch.add_argument(
         "--show",
         action="store_true",
-        help="show the settings and where each is from, and start nothing",
+        help="show the settings and their sources, and start no process",
     )
     launch.add_argument(
         "-m",
@@ -134,18 +137,20 @@ def _add_launching(commands: Any) -> None:
         help="the script is a module's name, as after python -m",
     )
     launch.add_argument("script", nargs="?", help="a Python file")
-    launch.add_argument("args", nargs=argparse.REMAINDER, help="the script's own")
+    launch.add_argument(
+        "args", nargs=argparse.REMAINDER, help="arguments of the script"
+    )
     config = commands.add_parser(
         "config",
-        help=f"write {FILE}, which says how to launch",
+        help=f"write {FILE}, the settings of accelfn launch",
         description=(
-            f"Write {FILE}: ask for each setting, or take them from --set. What the"
-            " file has already stays, where nothing else is said."
+            f"Write {FILE}. Ask for each setting, or use the settings of --set. Other"
+            " settings in an existing file are kept."
         ),
     )
     _add_file(config)
     config.add_argument(
-        "--default", action="store_true", help="write the defaults, and ask nothing"
+        "--default", action="store_true", help="write the defaults without questions"
     )
     config.add_argument(
         "--set",
@@ -153,24 +158,24 @@ def _add_launching(commands: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a setting; NAME= takes it out; may be given several times",
+        help="a setting; NAME= removes the setting; you can repeat this option",
     )
     env = commands.add_parser(
         "env",
-        help="show what a bug report needs",
+        help="show this machine's versions and settings, for a bug report",
         description="Show versions, devices, settings and variables of this machine.",
     )
     env.add_argument("--json", dest="as_json", action="store_true", help="as JSON")
     _add_file(env)
     test = commands.add_parser(
         "test",
-        help="test this machine: two ranks talk, train a step and save it",
+        help="test this machine: two ranks train a step and save a checkpoint",
         description=(
-            "Test this machine, in two minutes at most: ranks meet, communicate, train a"
+            "Test this machine, in two minutes at most. Ranks connect, communicate, train a"
             " step together and save a checkpoint."
         ),
     )
-    test.add_argument("--nproc", default="2", metavar="N", help="how many (default 2)")
+    test.add_argument("--nproc", default="2", metavar="N", help="ranks (default 2)")
 
 
 def _add_file(parser: argparse.ArgumentParser) -> None:
@@ -181,8 +186,8 @@ def _add_file(parser: argparse.ArgumentParser) -> None:
 
 _PATHS = {
     "STORE": "a directory of checkpoints",
-    "DIR": "a checkpoint, or a store: then its newest, or to verify all of them",
-    "OUT": "does not exist yet",
+    "DIR": "a checkpoint, or a store: its newest checkpoint (verify: all checkpoints)",
+    "OUT": "a new directory",
 }
 
 
@@ -198,13 +203,13 @@ def _add_acts(checkpoint: argparse.ArgumentParser) -> None:
     add("ls", "list the checkpoints of a store", directory="STORE")
     add(
         "verify",
-        "compare all bytes with their digests; exit code 1 if one differs",
+        "compare all files with the saved digests; exit code 1 if a file differs",
         directory="DIR",
     )
     export = add(
         "export", "write a model to a new directory", directory="DIR", out="OUT"
     )
-    export.add_argument("--slot", help="with the parameters of a slot, such as ema")
+    export.add_argument("--slot", help="export the parameters in a slot, such as ema")
     export.add_argument(
         "--format",
         dest="kind",
@@ -215,16 +220,16 @@ def _add_acts(checkpoint: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`, by default this process's own.
+    """Run the command line.
 
     Args:
-        argv: the words after `accelfn`.
+        argv: the arguments after `accelfn`; default those of this process.
 
     Returns:
-        The exit code: 2 for a mistake in the command line, 130 after Ctrl-C; 1 where
-        checkpoints differ, or one is not what was saved; of `launch` and `test`, that of
-        the rank that failed first; 141, as of SIGPIPE, where the reader of what is printed
-        left before its end.
+        The exit code: 2 for a mistake in the command line, and 130 after Ctrl-C. `checkpoint`
+        returns 1 if checkpoints differ or a file is not as it was saved. `launch` and `test`
+        return the code of the rank that failed first. 141 (SIGPIPE) means that the reader of
+        the output closed the pipe before the end.
 
     Example:
         >>> main(["launch", "--nproc", "0", "train.py"])
@@ -234,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(argv)
         finally:
-            sys.stdout.flush()  # here, and not at the interpreter's end
+            sys.stdout.flush()  # now, because an error at the interpreter's end is too late
     except BrokenPipeError:
         if not _reader_left():
             raise
@@ -242,13 +247,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _reader_left() -> bool:
-    """Return whether the reader of the output has left; then discard the rest of the output."""
+    """Return whether the output's reader closed the pipe; if so, discard further output."""
     try:
         out = sys.stdout.fileno()
-    except OSError:  # it is kept in this process
+    except (
+        OSError
+    ):  # the output is an object of this process, without a file descriptor
         return False
     asks = select.poll()
-    asks.register(out, 0)  # errors are always told
+    asks.register(out, 0)  # poll always reports errors
     if not asks.poll(0):
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), out)
@@ -276,9 +283,9 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _replay(words: argparse.Namespace) -> int:
-    from accelfn.testing.plugin import replay  # noqa: PLC0415  seconds that only this needs
+    from accelfn.testing.plugin import replay  # noqa: PLC0415  takes seconds, rarely needed
 
-    sys.path.insert(0, "")  # as `python script.py` finds the script's neighbours
+    sys.path.insert(0, "")  # so that modules in the current directory can be imported
     replay(words.directory)
     return 0
 
@@ -288,7 +295,7 @@ def _checkpoint(words: argparse.Namespace) -> int:
     from accelfn.track.tracker import bar_of_bytes  # noqa: PLC0415  as above
 
     options = {k: v for k, v in vars(words).items() if k not in ("command", "act")}
-    if words.act in ("verify", "export"):  # which read all of it
+    if words.act in ("verify", "export"):  # these read all files of a checkpoint
         options["bar"] = bar_of_bytes
     try:
         rows, code = getattr(commands, words.act)(**options)
@@ -313,7 +320,7 @@ def _launch(words: argparse.Namespace) -> int:
     machines = chosen.machines()
     least, most = chosen.elastic
     nproc = _num_processes(chosen["nproc"] if most is None else most)
-    # what other machines start is theirs to say; their ranks check the product
+    # with several machines the total is not known here; the ranks check the product later
     axes = chosen.axes_of(nproc if machines.most == 1 else None)
     plan = Plan(
         nproc=nproc,
@@ -328,7 +335,9 @@ def _launch(words: argparse.Namespace) -> int:
         )
         return 0
     if words.script is None:
-        msg = "there is no script; name a Python file, or a module after -m."
+        msg = (
+            "the script is missing. Add a Python file, or -m and the name of a module."
+        )
         raise LaunchError(msg)
     _say_whose(words.args, words.script)
     _say_from_file(chosen)
@@ -336,13 +345,13 @@ def _launch(words: argparse.Namespace) -> int:
 
 
 def _say_whose(args: Sequence[str], script: str) -> None:
-    """Warn that options of accelfn after the script's name go to the script."""
+    """Warn if options of accelfn are after the script's name, where the script gets them."""
     flags = [flag(name) for name in OPTIONS]
     options = [word for word in args if word.partition("=")[0] in flags]
     if options:
         say(
-            f"{script} gets {' and '.join(options)}, which stands behind it; options of"
-            " accelfn stand before the script."
+            f"{script} itself gets {' and '.join(options)}. Put options of accelfn before the"
+            " script."
         )
 
 
@@ -357,7 +366,7 @@ def _say_from_file(chosen: Settings) -> None:
 
 def _num_processes(nproc: int | str) -> int:
     if nproc == "auto":
-        # a second, for torch, that only this word needs
+        # importing torch takes a second, and only "auto" needs it
         from accelfn.base import devices  # noqa: PLC0415
 
         return max(1, devices.count())
@@ -368,7 +377,7 @@ def _config(words: argparse.Namespace) -> int:
     from accelfn.launching.settings import configure  # noqa: PLC0415  as above
 
     file = configure(words.config, words.assignments, default=words.default)
-    sys.stdout.write(f"{file} says:\n{file.read_text(encoding='utf-8')}")
+    sys.stdout.write(f"{file} contains:\n{file.read_text(encoding='utf-8')}")
     return 0
 
 
@@ -386,6 +395,6 @@ def _test(words: argparse.Namespace) -> int:
     nproc = _num_processes(nproc)
     test = "accelfn.testing.selftest"
     code = launch_script(test, [str(nproc)], Plan(nproc=nproc), module=True)
-    verdict = "This machine passes." if code == 0 else "This machine fails, as above."
-    sys.stdout.write(f"{verdict}\n")
+    verdict = "passes the test" if code == 0 else "fails the test: see the output above"
+    sys.stdout.write(f"This machine {verdict}.\n")
     return code

@@ -1,135 +1,135 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error that accelfn raises, as one tree.
+"""All error and warning classes of accelfn, with `Error` as their base class.
 
-Each is also the built-in that a caller would expect, so `except ValueError` still works,
-and its text says what was given, where, and what to do.
+Each class also derives from the built-in class that a caller would expect, so
+`except ValueError` works. A message shows the wrong call and value, and the code to write.
 """
 
 
 class Error(Exception):
-    """The root: `except af.errors.Error` catches what accelfn refuses, and nothing else."""
+    """The base class of all accelfn errors: `except af.errors.Error` catches only these."""
 
 
 class ArgumentError(Error, ValueError):
-    """An argument has a value that can have no meaning, such as a count of 0."""
+    """An argument has an invalid value, such as a count of 0."""
 
 
 class CallError(Error, TypeError):
-    """A call without an argument, or with one too many; or a use that a record has not."""
+    """A call has a missing, surplus or unknown argument, or an object does not support it."""
 
 
 class RecordError(Error, AttributeError):
-    """A record has no such attribute, or none that can be set: it is a value."""
+    """An object has no such attribute, or is immutable, so the attribute cannot be set."""
 
 
 class UnknownMetricError(Error, KeyError):
-    """Metrics have no entry of this name."""
+    """The metrics do not contain this name."""
 
-    __str__ = Exception.__str__  # KeyError's shows a text as code
+    __str__ = Exception.__str__  # KeyError.__str__ would print the repr of the message
 
 
 class CompositionError(Error, ValueError):
-    """Transforms that cannot stand in one chain: a name twice, two engines."""
+    """Transforms cannot be in one chain: two have the same name, or two are engines."""
 
 
 class WorldError(Error, RuntimeError):
-    """The environment asks for a world that is missing, contradictory or not to be had."""
+    """The world cannot be created or used: a variable, device or process group is wrong."""
 
 
 class ModelError(Error, ValueError):
-    """The model cannot be trained as it is: no trainable parameter, a meta tensor."""
+    """The model cannot be trained: it has no trainable parameter, or a meta tensor."""
 
 
 class OptimizerError(Error, ValueError):
-    """The optimizer does not belong to the model, or needs what a step cannot give."""
+    """The optimizer does not fit the model, or a step cannot use it (needs a closure)."""
 
 
 class DataError(Error, ValueError):
-    """A dataset, or a way to draw from it, that cannot be used: no samples, no length."""
+    """A dataset or its order cannot be used: it has no samples, or no length."""
 
 
 class LengthError(DataError, TypeError):
-    """A stream does not say how many samples it has; `list` then does without."""
+    """A stream has no length; `list(stream)` ignores this error and still works."""
 
 
 class BatchError(Error, ValueError):
-    """A batch that does not follow its state, or cannot be split or counted."""
+    """A batch does not belong to its state, or cannot be split or counted."""
 
 
 class LossError(Error, ValueError):
-    """A loss function returned something that is not a scalar with a gradient."""
+    """A loss function did not return a scalar with a gradient."""
 
 
 class NonFiniteLossError(LossError, ArithmeticError):
-    """The loss is infinite or not a number; the state is as it was before the step."""
+    """The loss is infinite or NaN; the step did not change the state."""
 
 
 class GradsError(Error, ValueError):
-    """Gradients that do not fit their state, or are not reduced where they must be."""
+    """Gradients do not fit their state, or were not reduced although they must be."""
 
 
 class NonFiniteGradsError(GradsError, ArithmeticError):
-    """Gradients stayed infinite or not a number, update after update."""
+    """Gradients were infinite or NaN in many updates in a row."""
 
 
 class CompileError(Error, RuntimeError):
-    """A loss cannot be compiled, or there is nothing to compile it with."""
+    """A loss cannot be compiled, or this machine has no compiler."""
 
 
 class AccelfnWarning(Error, UserWarning):  # noqa: N818 - af.errors.AccelfnWarning, and it is one
-    """Something runs, but is likely not what was meant; the text has the line to write."""
+    """Code runs, but is likely a mistake; the message has the code to write instead."""
 
 
 class RecompilationWarning(AccelfnWarning, RuntimeWarning):
-    """Something was compiled again, which takes as long as thousands of steps."""
+    """torch.compile compiled a loss again, which takes as long as thousands of steps."""
 
 
 class UnusedParametersError(GradsError):
-    """Parameters took no part in a loss whose gradients DistributedDataParallel awaits."""
+    """A loss did not use some parameters, but DistributedDataParallel needs all gradients."""
 
 
 class StateError(Error, ValueError):
-    """A state lacks what is asked of it: a slot, a parameter, data."""
+    """A state does not have a slot, a parameter or data that a call needs."""
 
 
 class StateDonatedError(Error, RuntimeError):
-    """The state was given to a step, which updated its tensors in place."""
+    """The state was passed to a step, which updated its tensors in place."""
 
 
 class ReplicaMismatchError(Error, RuntimeError):
-    """Ranks that should hold one model hold different ones."""
+    """Ranks have different models, states or data, although they must be equal."""
 
 
 class PeerFailedError(Error, RuntimeError):
-    """Another rank failed, left or did not arrive while this one waited for it."""
+    """This rank waited for another rank that failed, left or did not arrive."""
 
 
 class OutOfMemoryError(Error, MemoryError):
-    """Not even the smallest batch fits into memory."""
+    """Even the smallest batch does not fit into memory."""
 
 
 class CollectiveMismatchError(Error, RuntimeError):
-    """Ranks met in different collectives, or with different shapes or reductions."""
+    """Ranks called different collectives, or used different shapes or reductions."""
 
 
 class SimulationError(Error, RuntimeError):
-    """A simulated world cannot go on; a table says where each rank stands."""
+    """A simulated world cannot continue; a table shows what each rank is doing."""
 
 
 class DeadlockError(SimulationError):
-    """Ranks wait for what no rank will do."""
+    """Simulated ranks wait for each other, and no rank can continue."""
 
 
 class RankCrashedError(SimulationError):
-    """A rank of a simulated world crashed, as was planned."""
+    """A rank of a simulated world crashed, because the simulation asked for a crash."""
 
 
 class DefaultGroupError(SimulationError):
-    """A simulated rank called torch's default process group, and not its world's."""
+    """A simulated rank used torch's default process group instead of its world's group."""
 
 
 class LawError(Error, AssertionError):
-    """A law of training does not hold; the text names the law and how it is broken."""
+    """A tested property (law) is violated; the message names the law and the difference."""
 
 
 class CheckpointError(Error, RuntimeError):
@@ -137,32 +137,32 @@ class CheckpointError(Error, RuntimeError):
 
 
 class CheckpointWriteError(CheckpointError):
-    """A checkpoint could not be written; those that were are as they were."""
+    """A checkpoint could not be written; earlier checkpoints are unchanged."""
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint's files are missing, or not what was saved."""
+    """Files of a checkpoint are missing, or differ from what was saved."""
 
 
 class DirectoryInUseError(CheckpointError):
-    """Another job writes its checkpoints to this directory."""
+    """Another job is writing its checkpoints to this directory."""
 
 
 class PlainDataError(Error, TypeError):
-    """Something that is to be saved or sent is neither a tensor nor plain data."""
+    """An object cannot be saved or sent: it is neither a tensor nor plain data."""
 
 
 class LaunchError(Error, RuntimeError):
-    """Processes cannot be started as asked."""
+    """Processes cannot be started with these settings."""
 
 
 class RankFailedError(Error, RuntimeError):
-    """A rank of `af.launch` failed; the text begins with its traceback."""
+    """A rank of `af.launch` failed; the message begins with the rank's traceback."""
 
 
 class TrackingError(Error, RuntimeError):
-    """A tracker cannot begin, or what one wrote cannot be read."""
+    """A tracker cannot start, or its files cannot be read."""
 
 
 class TrackingWarning(AccelfnWarning, RuntimeWarning):
-    """A tracker's backend failed; the training goes on without what it did not take."""
+    """A tracker's backend failed; training continues, and the backend lacks some values."""

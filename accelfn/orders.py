@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders for `Data(order=)`, beside `shuffle=True` and functions of one's own."""
+"""Sample orders for `af.Data(order=...)`, in addition to `shuffle=True` and your functions."""
 
 from accelfn.data.order import bucketed, weighted
 

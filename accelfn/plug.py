@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel's names for authors of an engine, of a reader of checkpoints, or of a tracker.
+"""Internal names for authors of engines, checkpoint readers and trackers.
 
-The satellites (`accelfn.deepspeed`, `accelfn.interop`, `accelfn.track` and others) are written
-from the public names and these. Each name has a comment, and is imported when it is first used.
+Optional packages (`accelfn.deepspeed`, `accelfn.interop`, `accelfn.track` and others) import
+only public names and the names in this module. A name is imported when it is first used.
 """
 
 from typing import TYPE_CHECKING
@@ -10,132 +10,132 @@ from typing import TYPE_CHECKING
 from accelfn.base.arguments import import_later, names_for_later
 
 if TYPE_CHECKING:
-    # The collectives of a world, which name the ranks that disagree.
+    # Collectives; their errors name the ranks that disagree.
     from accelfn import collectives as collectives
 
-    # Checks of arguments, with errors that show the code to write.
+    # Argument checks; their errors show the code to write.
     from accelfn.base import arguments as arguments
 
-    # Trees of tensors and plain data as bytes, without pickle.
+    # Converts trees of tensors and plain data to bytes and back, without pickle.
     from accelfn.base import codec as codec
 
-    # The kinds and the number of devices, and where memory is pinned.
+    # Device types, the number of devices, and pinned memory.
     from accelfn.base import devices as devices
 
-    # The random number generators of a rank, and their keys.
+    # Seeds for the random number generators of a rank.
     from accelfn.base import draws as draws
 
     # Calls of the operating system that macOS or Windows lack.
     from accelfn.base import system as system
 
-    # Trees of tensors: map, copy and move them, and take a rank's part.
+    # Trees of tensors: map, copy, move and slice them.
     from accelfn.base import tree as tree
 
-    # Saves that a thread writes while training continues.
+    # Background saves: a thread writes them while training continues.
     from accelfn.checkpoint import background as background
 
-    # Safetensors files, written with digests and read a tensor at a time.
+    # Writes safetensors files with digests, and reads them tensor by tensor.
     from accelfn.checkpoint import files as files
 
-    # Makes a state of the tensors that another library saved.
+    # Creates a state from tensors that another library saved.
     from accelfn.checkpoint import foreign as foreign
 
-    # Boxes of a tensor, as ranks have and files hold them.
+    # Boxes: the rectangular pieces of a tensor on ranks and in files.
     from accelfn.checkpoint import slices as slices
 
-    # Writes a directory that appears when all of it is on the disk.
+    # Writes a directory that becomes visible only when it is complete on disk.
     from accelfn.checkpoint.commit import new_directory as new_directory
 
-    # A checkpoint to read: its manifest, its fields and its tensors.
+    # Reads a checkpoint: its manifest, fields and tensors.
     from accelfn.checkpoint.elastic import Source as Source
 
-    # The checkpoints in the directory of a store, by step.
+    # Lists the checkpoints in a store's directory, by step.
     from accelfn.checkpoint.manifest import checkpoints_in as checkpoints_in
 
-    # The fields of a state, as a checkpoint saves them.
+    # Returns the fields of a state that a checkpoint saves.
     from accelfn.checkpoint.save import fields_of as fields_of
 
-    # A state with the fields of another, as they were saved.
+    # Returns a state with fields from a checkpoint.
     from accelfn.checkpoint.save import with_fields as with_fields
 
-    # The fields and facts of a transform.
+    # The methods and facts that a transform can have.
     from accelfn.definition import transform as transform
 
-    # How each parameter is cut over the ranks.
+    # How each parameter is sharded over the ranks.
     from accelfn.definition.layout import Layout as Layout
 
-    # Makes the engine of a transform from a binding and a maker of runners.
+    # Creates a transform's engine from a binding and a function that creates runners.
     from accelfn.engine.engine import build_engine as build_engine
 
-    # Gives a binding the `lend` of a model that is split by rows.
+    # The method `lend` of a binding whose parameters are sharded by rows.
     from accelfn.engine.fsdp import sharded_lender as sharded_lender
 
-    # A torch optimizer that steps the parameters of a binding.
+    # A torch optimizer that updates the parameters of a binding (state bound to a model).
     from accelfn.engine.optimizer import LiveOptimizer as LiveOptimizer
 
-    # Refuses an optimizer that does not work element by element.
+    # Raises for an optimizer that does not update each element independently.
     from accelfn.engine.optimizer import check_elements as check_elements
 
-    # Whether an optimizer counts updates in its groups.
+    # Returns whether an optimizer stores its update count in the parameter groups.
     from accelfn.engine.optimizer import counts_by_group as counts_by_group
 
     # Runs a loss forward and backward on one rank; derive your runner from it.
     from accelfn.engine.runner import LocalRunner as LocalRunner
 
-    # A runner's forward returns it: a checked loss, its weight and metrics.
+    # The result of a runner's forward: a checked loss, its weight and metrics.
     from accelfn.engine.runner import ReadLoss as ReadLoss
 
-    # Binds a state to a model that each rank has whole, and takes gradients.
+    # Binds a state to a model that every rank has in full, and collects gradients.
     from accelfn.engine.runner import ReplicaBinding as ReplicaBinding
 
-    # A module whose forward is the loss, for a library that wraps a module.
+    # A module with the loss as its forward, for libraries that wrap a module.
     from accelfn.engine.runner import RootModule as RootModule
 
-    # A runner's forward gets it: a batch, its weight and the extra arguments.
+    # The argument of a runner's forward: a batch, its weight and the extra arguments.
     from accelfn.engine.runner import Samples as Samples
 
-    # The state that the layers of a model split along tp share.
+    # The state that all tensor-parallel layers of a model share.
     from accelfn.engine.tensor_parallel import Layers as Layers
 
-    # The base class of a layer that splits itself along tp.
+    # The base class of layers that shard themselves along "tp".
     from accelfn.engine.tensor_parallel import SelfSplittingLayer as SelfSplittingLayer
 
-    # Hands a signal to the loop that waits for one.
+    # Passes a signal to the loop that waits for a signal.
     from accelfn.loop.run import deliver as deliver
 
     # The entries of an optimizer's state, by parameter and by group.
     from accelfn.model import optimizer as optimizer
 
-    # Lets only the forward pass of a model work in a with block.
+    # A context: inside, every use of the model except its forward pass raises an error.
     from accelfn.model.model import mark_placed as mark_placed
 
-    # Runs a method of all transforms, in the order of the chain.
+    # Calls a method of all transforms, in the order of the chain.
     from accelfn.state import update as update
 
-    # The origin of gradients: their weight, and whether they were divided by it.
+    # How gradients were computed: their weight, and whether they are divided by the weight.
     from accelfn.state.results import GradInfo as GradInfo
 
-    # Reads and writes safetensors files of models, and indices of several files.
+    # Reads and writes safetensors files of models, and the index of sharded files.
     from accelfn.weights import export as export
 
-    # Fills models with tensors of files, read one by one or mapped.
+    # Loads tensors from files into models, one by one or memory-mapped.
     from accelfn.weights import importing as importing
 
     # The names and sizes of a world's axes, and the ranks along them.
     from accelfn.world import axes as axes
 
-    # The groups of a world's ranks, the store where they meet, and their activities.
+    # Process groups of a world, the rendezvous store, and the current operation of a rank.
     from accelfn.world import connection as connection
 
-    # The messages of an elastic launcher and its processes, through a store.
+    # Messages between an elastic launcher and its processes, through a store.
     from accelfn.world.meeting import Words as Words
 
-    # How many processes a launcher has started, and the variable for it.
+    # The number of processes that a launcher started, and the variable with this number.
     from accelfn.world.place import asked_size as asked_size
-else:  # type checkers do not see it, and find a misspelt name
+else:  # hidden from type checkers, so that they report misspelt names
 
     def __getattr__(name: str) -> object:
-        """Import a name."""
+        """Import a name when it is first used."""
         if name not in names_for_later(__name__):
             msg = f"module {__name__!r} has no attribute {name!r}."
             raise AttributeError(msg)
@@ -143,5 +143,5 @@ else:  # type checkers do not see it, and find a misspelt name
 
 
 def __dir__() -> list[str]:
-    """Return all names, those too that are not imported yet."""
+    """Return all names, including those that are not imported yet."""
     return sorted({*globals(), *names_for_later(__name__)})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types that functions return, for annotations; a program rarely makes one."""
+"""Types of return values, for annotations; programs rarely create these objects."""
 
 import typing as _typing
 
@@ -17,7 +17,7 @@ if _typing.TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Import a name."""
+        """Import a type when a program first uses it."""
         if name not in _names_for_later(__name__):
             msg = f"module {__name__!r} has no attribute {name!r}."
             raise AttributeError(msg)
@@ -25,5 +25,5 @@ else:
 
 
 def __dir__() -> list[str]:
-    """Return the names, those too that are not imported yet."""
+    """Return all names, including those that are not imported yet."""
     return sorted(_names_for_later(__name__))

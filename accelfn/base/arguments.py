@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Argument checks, call errors, warnings, paths and byte counts shared by the package.
 
-Python counts True as the integer 1; these checks reject it as a likely mistake.
+In Python True is also the integer 1. These checks reject a bool if a number is expected.
 """
 
 import ast
@@ -30,23 +30,23 @@ from accelfn.errors import AccelfnWarning, ArgumentError, CallError, RecordError
 if TYPE_CHECKING:
     from types import FrameType
 
-# Hints for names from PyTorch, Accelerate, Lightning, Transformers and Flax.
+# Hints for names that users know from PyTorch, Accelerate, Lightning, Transformers or Flax.
 #
-# `hints.toml` maps names that accelfn does not have to the code to write. Each of its
-# tables belongs to a record, a module or a call. It is read after the first failure.
+# `hints.toml` maps a name that accelfn does not have to the code to write. Each table belongs
+# to a class, a module or a call. The file is read only after the first error.
 
 
 T = TypeVar("T", bound=type)
 
 
 def find_hint(table: str, name: str) -> str | None:
-    """Return the code to write instead of a name of another library; None if unknown."""
+    """Return a hint for a name that the table's class or call lacks; None if unknown."""
     return read_hints().get(table, {}).get(name)
 
 
 @functools.cache
 def read_hints() -> Mapping[str, Mapping[str, str]]:
-    """Read the tables, with one entry per name."""
+    """Read `hints.toml` as a dict from each table's name to the hints by name."""
     text = Path(__file__).with_name("hints.toml").read_text(encoding="utf-8")
     return {
         table: {name: hint for key, hint in hints.items() for name in key.split()}
@@ -55,13 +55,13 @@ def read_hints() -> Mapping[str, Mapping[str, str]]:
 
 
 def hint_attributes(*operations: str) -> Callable[[T], T]:
-    """Make a class raise errors with hints for names and operations of other libraries.
+    """Make a class explain wrong attributes and operations in its errors.
 
     A missing attribute stays an AttributeError, so `hasattr`, `getattr` with a default, copy
-    and pickle work. `dir`, `help` and completion show no foreign name.
+    and pickle work. `dir`, `help` and completion do not show the names with hints.
 
     Args:
-        *operations: the operations that raise: "setattr", "getitem", "iter".
+        *operations: operations that always raise: "setattr", "getitem", "iter".
     """
 
     def decorate(cls: T) -> T:
@@ -83,20 +83,21 @@ def _explain_missing(
 ) -> Callable[[Any, str], Any]:
     def explain(self: object, name: str) -> Any:
         try:
-            return missing(self, name)  # the error of a property, or Python's
+            return missing(self, name)  # raises Python's error, or that of a property
         except AttributeError:
             hint = None if name.startswith("_") else find_hint(kind, name)
             if hint is None:
                 raise
-        msg = f"A {kind} has no {name}: {hint}."
-        raise RecordError(msg, obj=type(self))  # `obj` stops Python from suggesting
+        msg = f"A {kind} has no attribute {name}: {hint}."
+        raise RecordError(msg, obj=type(self))  # `obj` avoids Python's own suggestion
 
     return explain
 
 
 def _raise_hint(kind: str, operation: str) -> Callable[..., NoReturn]:
     def refuse(*_: object) -> NoReturn:
-        msg = f"A {kind} is a record: {find_hint(kind, f'__{operation}__')}."
+        hint = find_hint(kind, f"__{operation}__")
+        msg = f"A {kind} cannot be indexed or iterated over: {hint}."
         raise CallError(msg)
 
     return refuse
@@ -107,7 +108,7 @@ def readonly(kind: str, hint: str | None = None) -> Callable[..., NoReturn]:
 
     def refuse(self: object, name: str, *_: object) -> NoReturn:
         advice = hint or find_hint(kind, "__setattr__")
-        msg = f"A {kind} is a value, whose {name} is not set: {advice}."
+        msg = f"A {kind} is immutable, so you cannot set its {name}: {advice}."
         raise RecordError(msg, obj=type(self))
 
     return refuse
@@ -141,14 +142,14 @@ def qualname(function: Any) -> str:
     return getattr(function, "__qualname__", None) or repr(function)
 
 
-# Names that a module imports when they are first used.
+# Names that a module imports when a program first uses them.
 #
-# They stand once, under the module's `if TYPE_CHECKING`, where type checkers see them too.
+# The module lists these names once, under `if TYPE_CHECKING`, so type checkers also see them.
 
 
 @functools.cache
 def names_for_later(module: str) -> Mapping[str, str]:
-    """Return the names that a module imports for type checkers only, each with its module."""
+    """Return the names under a module's `if TYPE_CHECKING`, and where to import each name."""
     loader: Any = sys.modules[module].__loader__
     statements = ast.parse(loader.get_source(module)).body
     block = next(statement for statement in statements if isinstance(statement, ast.If))
@@ -157,9 +158,9 @@ def names_for_later(module: str) -> Mapping[str, str]:
 
 
 def import_later(module: str, name: str) -> object:
-    """Import one of `names_for_later`, and keep it in the module."""
+    """Import a name of `names_for_later`, and store it in the module."""
     home = import_module(names_for_later(module)[name])
-    # `vars`, because `getattr` would ask the module for a name that it does not have yet
+    # `vars`, because `getattr` would call the module's `__getattr__` for a missing name
     value = vars(home).get(name) or import_module(f"{home.__name__}.{name}")
     setattr(sys.modules[module], name, value)
     return value
@@ -169,7 +170,7 @@ Number: TypeAlias = float | torch.Tensor
 Validator: TypeAlias = Callable[[Any, Any, Any], None]
 """An attrs validator: called with a record, its field and the field's value."""
 _MAX_SECONDS = 10.0**9
-"""Seconds; 31 years, which a timedelta can hold."""
+"""Upper limit in seconds: 31 years, which a timedelta can represent."""
 
 
 def is_integer(value: object, least: int | None = None) -> TypeGuard[int]:
@@ -199,13 +200,13 @@ def check_word(call: str, name: str, value: object, what: str) -> None:
         call: the call that has the argument.
         name: the argument's name.
         value: the argument's value.
-        what: the thing that the text names.
+        what: the argument's meaning, for the error.
 
     Raises:
         ArgumentError: the value is not text, is empty, or has half of a surrogate pair.
     """
     if not is_word(value):
-        msg = f"{call}({name}={value!r}): expected text, {what}."
+        msg = f"{call}({name}={value!r}): expected a non-empty string, {what}."
         raise ArgumentError(msg)
 
 
@@ -234,7 +235,7 @@ def check_sizes(call: str, values: object) -> None:
     """Raise unless `sizes=` is a sequence of numbers of ranks.
 
     Raises:
-        ArgumentError: the value is not a sequence, is empty, or has another entry.
+        ArgumentError: the value is not a sequence, is empty, or has an invalid number.
     """
     is_several = isinstance(values, Sequence) and not isinstance(values, str)
     sizes = cast("Sequence[object]", values) if is_several else ()
@@ -253,7 +254,7 @@ def check_seconds(call: str, name: str, value: object) -> None:
         ArgumentError: the value is not a number above 0, or exceeds 31 years.
     """
     if not is_number(value) or not 0 < value < _MAX_SECONDS:
-        msg = f"{call}({name}={value!r}): expected a positive number of seconds."
+        msg = f"{call}({name}={value!r}): expected a positive number of seconds, below 1e9."
         raise ArgumentError(msg)
 
 
@@ -263,11 +264,11 @@ def integer(least: int, what: str | None = None, *, within: str = "af.") -> Vali
     Args:
         least: the smallest valid value.
         what: the field's meaning for the error.
-        within: the prefix of the record's class in the user's code.
+        within: the text before the name of the field's class in the error.
     """
 
     def check(owner: object, field: Any, value: object) -> None:
-        # fast path: two fields in every batch
+        # a fast path, because every batch checks two fields
         if type(value) is int and value >= least:
             return
         check_integer(f"{within}{type(owner).__name__}", field.name, value, least, what)
@@ -279,7 +280,7 @@ def truth(*, within: str = "af.") -> Validator:
     """Return an attrs validator for True or False.
 
     Args:
-        within: the prefix of the record's class in the user's code.
+        within: the text before the name of the field's class in the error.
     """
 
     def check(owner: object, field: Any, value: object) -> None:
@@ -309,7 +310,7 @@ def satisfies(is_valid: Callable[[Any], bool], expected: str) -> Validator:
 
 
 def one_of(*choices: object) -> Any:
-    """Return an attrs validator for one of some values."""
+    """Return an attrs validator that accepts only these choices."""
     return satisfies(lambda value: value in choices, " or ".join(map(repr, choices)))
 
 
@@ -319,7 +320,7 @@ def option(default: Any, validator: Validator | None = None, **more: Any) -> Any
 
 
 def option_of(field: str, choice: str, validator: Validator) -> Any:
-    """Return an attrs field for an option that only one choice of another field has."""
+    """Return an attrs field for an option that is valid with one choice of another field."""
 
     def check(owner: Any, option: Any, value: object) -> None:
         if value is None:
@@ -327,7 +328,7 @@ def option_of(field: str, choice: str, validator: Validator) -> Any:
         chosen = getattr(owner, field)
         if chosen != choice:
             call = f"af.{type(owner).__name__}({chosen!r}, {option.name}={value!r})"
-            msg = f"{call}: only {choice!r} has this option. Leave it out."
+            msg = f"{call}: {option.name} is only for {choice!r}. Remove {option.name}."
             raise ArgumentError(msg)
         validator(owner, option, value)
 
@@ -348,7 +349,7 @@ def as_path(call: str, value: object, what: str) -> Path:
     Args:
         call: the call that has the argument.
         value: the argument's value.
-        what: the kind of file for the error, such as "a directory".
+        what: the expected kind of path for the error, such as "a directory".
 
     Raises:
         ArgumentError: the value is not a path, or no file system accepts it.
@@ -357,7 +358,7 @@ def as_path(call: str, value: object, what: str) -> Path:
         path = Path(cast("str", value))
         os.fsencode(path)
         fits = "\0" not in str(path)
-    except (TypeError, UnicodeEncodeError):  # half of a surrogate pair
+    except (TypeError, UnicodeEncodeError):  # no path, or half of a surrogate pair
         path, fits = Path(), False
     if not fits:
         text = repr(value) if isinstance(value, (str, bytes)) else type(value).__name__
@@ -369,7 +370,7 @@ def as_path(call: str, value: object, what: str) -> Path:
 def call_mismatch(
     function: Callable[..., object], /, *args: object, **kwargs: object
 ) -> TypeError | None:
-    """Return the TypeError of a call that the signature rejects; None for a valid call."""
+    """Return the TypeError if these arguments do not fit a signature; None if they fit."""
     try:
         params = signature(function)
     except (TypeError, ValueError):  # a C function without a signature
@@ -388,7 +389,7 @@ def call_mismatch(
 
 
 _MISSING_ERRORS = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
-"""Errors of a path that does not exist."""
+"""Error numbers of the operating system that mean: the path does not exist."""
 
 
 def exists(path: Path) -> bool:
@@ -429,16 +430,15 @@ def _mode(path: Path) -> int | None:
         raise
 
 
-# Errors for calls that Python cannot bind.
+# Errors for calls with a surplus, missing or misnamed argument.
 #
-# A function or class under `@explain_call_errors` raises an error with the code to write for
-# a surplus, missing or misnamed argument. Cost: one frame per call; the signature is read
-# only after a call has failed.
+# A function or class under `@explain_call_errors` then raises an error with the code to
+# write. Cost: one more Python frame per call. The signature is read only after an error.
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MAX_ARGUMENT = 30
-"""Longest argument text that errors quote in full."""
+"""Errors show an argument's value if it has at most this many characters."""
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
 _PREFIXES = {
@@ -451,9 +451,9 @@ _PREFIXES = {
 
 
 def explain_call_errors(target: F) -> F:
-    """Make a wrong call of a function or class raise `CallError`.
+    """Make a function or class raise `CallError` if the arguments do not fit its signature.
 
-    Law: a call that Python can bind behaves as without this decorator.
+    Law: any other call behaves the same as without this decorator.
     """
     if not isinstance(target, type):
         return cast("F", _wrap_call(target, name_of(target)))
@@ -463,7 +463,7 @@ def explain_call_errors(target: F) -> F:
 
 
 def name_of(target: Callable[..., Any]) -> str:
-    """Return the name of a function or class in the user's code."""
+    """Return the name that a user writes for a function or class, such as `af.save`."""
     module = f"{target.__module__}."
     prefix = next(
         (_PREFIXES[key] for key in _PREFIXES if module.startswith(f"{key}.")), ""
@@ -519,8 +519,8 @@ def _describe_mismatch(
 def _suggest_keywords(
     name: str, args: tuple[Any, ...], by_position: list[str], names: list[str]
 ) -> str:
-    """Return the keyword form of surplus positional arguments."""
-    may = f"only {' and '.join(by_position)}" if by_position else "no argument"
+    """Return the error text for too many positional arguments, with keywords to write."""
+    positional = f"only {' and '.join(by_position)}" if by_position else "no argument"
     surplus = args[len(by_position) :]
     free = [name for name in names if name not in by_position and name != "name"]
     arguments = [*by_position]
@@ -531,27 +531,28 @@ def _suggest_keywords(
         usage = f"Write {name}({', '.join(arguments)})"
     else:
         keywords = ", ".join(f"{name}=" for name in names if name not in by_position)
-        usage = f"By name: {keywords or 'none'}"
-    return f"{may} may be given by position. {usage}."
+        usage = f"Pass these by name: {keywords}" if keywords else "Remove the others"
+    return f"{positional} can be passed by position. {usage}."
 
 
 def _suggest_name(name: str, word: str, params: list[inspect.Parameter]) -> str:
-    """Return the text for an unknown keyword, with the nearest known name."""
+    """Return the error text for an unknown keyword argument, with the nearest known name."""
     keywords = [param.name for param in params if param.kind not in _BY_PLACE]
     advice = find_hint(name, word)
     if advice is None:
         matches = difflib.get_close_matches(word, keywords, n=1)
         advice = f"{matches[0]}=" if matches else None
     if advice is None:
-        usage = ", ".join(map(_format_param, params)) or "none"
-        return f"there is no {word}=; its arguments are {usage}."
+        usage = ", ".join(map(_format_param, params))
+        usage = f"{name} accepts {usage or 'no argument'}"
+        return f"there is no argument {word}=; {usage}."
     if advice in [f"{keyword}=" for keyword in keywords]:
-        return f"there is no {word}=; did you mean {advice}?"
-    return f"there is no {word}=; {advice}."
+        return f"there is no argument {word}=; did you mean {advice}?"
+    return f"there is no argument {word}=; {advice}."
 
 
 def _format_param(param: inspect.Parameter) -> str:
-    """Return a parameter as a call writes it."""
+    """Return a parameter as it appears in a call: `name`, `name=` or `*name`."""
     if param.kind is param.VAR_POSITIONAL:
         return f"*{param.name}"
     return param.name if param.kind in _BY_PLACE else f"{param.name}="
@@ -588,20 +589,21 @@ def _format_argument(value: object) -> str:
 
 # Warnings about valid calls that are likely mistakes.
 #
-# All are `AccelfnWarning`: `warnings.simplefilter("error", af.errors.AccelfnWarning)` makes
-# them errors. Python shows a warning once per line of the user's code.
+# All are of class `AccelfnWarning`. To turn these warnings into errors, call
+# `warnings.simplefilter("error", af.errors.AccelfnWarning)`. Python shows a warning once per
+# line of the user's code.
 
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def advise(message: str) -> None:
-    """Warn of a likely mistake, at the line of the user's code that caused it."""
+    """Warn of a likely mistake; the warning shows the line of the user's code."""
     warnings.warn(message, AccelfnWarning, stacklevel=_levels_of_package() + 1)
 
 
 def _levels_of_package() -> int:
-    """Count the innermost frames that belong to the package, from `advise` on."""
+    """Count the frames of this package between `advise` and the user's code."""
     frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     levels = 0
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
@@ -610,11 +612,11 @@ def _levels_of_package() -> int:
 
 
 def text_as_html(record: object) -> str:
-    """Return the text of a record as HTML, for notebooks: `_repr_html_ = text_as_html`."""
+    """Return `str(record)` as HTML for notebooks. Use: `_repr_html_ = text_as_html`."""
     return f"<pre>{html.escape(str(record))}</pre>"
 
 
-# Numbers of bytes as text.
+# Conversion between numbers of bytes and text.
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -628,7 +630,7 @@ def parse_bytes(shown: str, size: object) -> int:
     """Parse a number of bytes, given as an integer or as text: "5GB", "100MiB".
 
     Raises:
-        ArgumentError: the size is neither, or less than 1.
+        ArgumentError: the size is not such an integer or text, or is less than 1.
     """
     count = size if is_integer(size) else 0
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
@@ -638,7 +640,7 @@ def parse_bytes(shown: str, size: object) -> int:
         count = int(float(match[1]) * base ** _POWERS.get(unit[:1], 0))
     if count < 1:
         msg = (
-            f"{shown}: expected a number of bytes, or one with its unit,"
+            f"{shown}: expected an integer number of bytes, or a string with a unit,"
             ' such as "5GB" or "100MiB".'
         )
         raise ArgumentError(msg)
@@ -646,16 +648,16 @@ def parse_bytes(shown: str, size: object) -> int:
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Return the first names as text, with the number of further names.
+    """Return the first ten names as text, and the number of further names.
 
-    A name that stands in a file can have any length.
+    Long names are truncated, because a name from a file can have any length.
     """
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return ", ".join(name[:200] for name in names[:10]) + more
 
 
 def format_bytes(size: float) -> str:
-    """Format a number of bytes with the unit that fits."""
+    """Format a number of bytes with a suitable unit, such as "1.50 GiB"."""
     unit = 0
     while size >= 1024 and unit + 1 < len(_UNITS):
         size, unit = size / 1024, unit + 1

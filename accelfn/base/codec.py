@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encode a tree of tensors and plain data as JSON and a flat table of tensors, and decode.
+"""Encode a tree of tensors and plain data as JSON and a flat table of tensors; decode both.
 
-Checkpoints and messages between ranks are safetensors files with JSON metadata. The package
-neither writes nor reads pickle.
+Checkpoints and messages between ranks are safetensors files with JSON metadata. This module
+never uses pickle.
 """
 
 import json
@@ -27,17 +27,17 @@ _DTYPES = frozenset(
 )
 _PLAIN = (str, int, bool, type(None))
 MAX_DEPTH = 100
-"""Most nested containers; a tree that contains itself exceeds this."""
+"""Maximum number of nested containers; a tree that contains itself exceeds this number."""
 _MAX_BITS = 10_000
-"""Most bits of an integer; Python rejects texts with many more digits."""
+"""Maximum number of bits of an integer; Python cannot parse much longer integers."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-\[\]]{0,199}")
 
 
 class Table(dict[str, torch.Tensor]):
-    """Tensors by name: the tensor's path in the tree, if the path is a plain name.
+    """A dict of tensors. A tensor's name is its path in the tree, if that is a plain name.
 
     Attributes:
-        objects: whether the tree may contain objects with a `state_dict()`.
+        objects: whether to accept objects with `state_dict()` in the tree.
     """
 
     def __init__(self, *, objects: bool = False) -> None:
@@ -47,17 +47,17 @@ class Table(dict[str, torch.Tensor]):
         self._names: dict[int, str] = {}
 
     def put(self, tensor: torch.Tensor, path: str) -> str:
-        """Add a tensor and return its name; a tensor at two paths keeps its first name.
+        """Add a tensor and return its name; a tensor that was added before keeps its name.
 
         Raises:
-            PlainDataError: the tensor has no values that could be saved.
+            PlainDataError: a tensor of this kind cannot be saved.
         """
         _check_storable(tensor, path)
         name = self._names.get(id(tensor))
         if name is None:
             name = path
             if not _NAME.fullmatch(path) or path in self:
-                name = f"<{len(self)}>"  # never equal to a path
+                name = f"<{len(self)}>"  # cannot be equal to a path
             self[name], self._names[id(tensor)] = tensor, name
         return name
 
@@ -79,8 +79,8 @@ def from_bytes(data: bytes, device: str = "cpu") -> Any:
 
 
 def pack(coded: Any, tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """Return JSON data and a table of tensors as the bytes of a safetensors file."""
-    import safetensors.torch  # noqa: PLC0415 - many programs send and save no objects
+    """Return a safetensors file as bytes, with the tensors and the JSON data as metadata."""
+    import safetensors.torch  # noqa: PLC0415 - many programs neither send nor save objects
 
     # copies, because safetensors rejects tensors that share memory, such as views
     dense = {
@@ -97,7 +97,7 @@ def unpack(data: bytes, device: str = "cpu") -> tuple[Any, dict[str, torch.Tenso
     tensors = {
         key: tensor.to(device) for key, tensor in safetensors.torch.load(data).items()
     }
-    # the header of a safetensors file: its length in 8 bytes, then JSON
+    # a safetensors file begins with the header's length in 8 bytes, then the header as JSON
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return json.loads(header["__metadata__"]["state"]), tensors
 
@@ -107,8 +107,8 @@ def encode(
 ) -> Any:
     """Return the tree as JSON data, and add its tensors to the table.
 
-    An object with a `state_dict()` is encoded as that dict, if the table allows objects.
-    `room` is the number of further container levels allowed.
+    An object with a `state_dict()` is encoded as this dict, if the table accepts objects.
+    `room` is the number of container levels that may follow.
 
     Raises:
         PlainDataError: a leaf is neither a tensor nor plain data.
@@ -121,7 +121,7 @@ def encode(
     if isinstance(tree, float):
         return tree if math.isfinite(tree) else {"float": repr(tree)}
     if room == 0:
-        msg = f"{path[:200]} lies in more than {MAX_DEPTH} containers, or in itself."
+        msg = f"{path[:200]} is nested in more than {MAX_DEPTH} containers, or contains itself."
         raise PlainDataError(msg)
     if isinstance(tree, Mapping):
         return _encode_items(cast("Mapping[Any, Any]", tree), tensors, path, room - 1)
@@ -140,8 +140,9 @@ def encode(
     has_state_dict = callable(getattr(tree, "state_dict", None))
     advice = "its state_dict()" if has_state_dict else "the data that you need from it"
     msg = (
-        f"{path} is a {type(tree).__name__}; only tensors, dicts, lists, tuples,"
-        f" strings, numbers, booleans and None are saved or sent. Give {advice} instead."
+        f"{path} is a {type(tree).__name__}, but only tensors, dicts, lists, tuples,"
+        " strings, numbers, booleans and None can be saved or sent. Replace it by"
+        f" {advice}."
     )
     raise PlainDataError(msg)
 
@@ -152,8 +153,8 @@ def _encode_items(
     for key in items:
         if type(key) not in (str, int):
             msg = (
-                f"{path} has the key {key!r}; keys are saved as strings and integers"
-                " only."
+                f"{path} has the key {key!r}, but only str and int keys can be saved or"
+                " sent. Convert the key, for example with str(key)."
             )
             raise PlainDataError(msg)
         _check_number(key, path)
@@ -194,16 +195,16 @@ def tensors_in(coded: Any) -> Iterator[str]:
 
 @attrs.frozen(eq=False)
 class ObjectState:
-    """The result of an object's `state_dict()`, to load into an object of that kind."""
+    """The result of an object's `state_dict()`; pass it to `load_state_dict` of such an object."""
 
     state: Any
 
 
 def decode(coded: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Decode a tree, with tensors from the table and an `ObjectState` for each object.
+    """Decode JSON data to a tree with tensors from the table; objects become `ObjectState`.
 
     Raises:
-        PlainDataError: the data is not an encoded tree.
+        PlainDataError: the data was not written by `encode`.
     """
 
     def inner(value: Any) -> Any:
@@ -223,7 +224,7 @@ def decode(coded: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return coded
     ((kind, inside),) = cast("dict[str, Any]", coded).items()
     if kind not in makers:
-        msg = f"The manifest has an entry of unknown kind {kind!r}."
+        msg = f"Data of unknown kind {kind!r}: a newer accelfn wrote it, or it is damaged."
         raise PlainDataError(msg)
     return makers[kind](inside)
 
@@ -231,8 +232,8 @@ def decode(coded: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 def _check_number(value: Any, path: str) -> None:
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         msg = (
-            f"{path} has an integer of {value.bit_length()} bits; at most"
-            f" {_MAX_BITS} are saved or sent."
+            f"{path} has an integer of {value.bit_length()} bits, but at most"
+            f" {_MAX_BITS} bits can be saved or sent."
         )
         raise PlainDataError(msg)
 
@@ -248,22 +249,23 @@ def _check_storable(tensor: torch.Tensor, path: str) -> None:
         if tensor.is_quantized or tensor.is_nested:
             kind = "quantized" if tensor.is_quantized else "nested"
         msg = (
-            f"{path} is a {kind} tensor on {tensor.device}; only dense tensors"
-            " with values are saved. Give its to_dense(), or its parts."
+            f"{path} is a {kind} tensor on the device {tensor.device}, but only dense"
+            " tensors with values can be saved or sent. Replace it by tensor.to_dense(), or"
+            " by the dense tensors that it consists of."
         )
         raise PlainDataError(msg)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         msg = (
-            f"{path} is a {type(tensor).__name__}, of whose own making nothing would be"
-            " saved. Give its parts as plain tensors."
+            f"{path} is a {type(tensor).__name__}, but subclasses of torch.Tensor cannot be"
+            " saved or sent. Replace it by the plain tensors that it consists of."
         )
         raise PlainDataError(msg)
     if tensor.numel() and not tensor.untyped_storage().nbytes():
-        msg = f"{path} is a tensor whose memory was freed; save before that, or give None."
+        msg = f"{path} is a tensor without memory: its storage was freed. Replace it by None."
         raise PlainDataError(msg)
     if tensor.dtype not in _DTYPES:
         msg = (
-            f"{path} is a {tensor.dtype} tensor, which safetensors cannot hold. Give it as"
-            " another dtype; a complex128 one as torch.view_as_real of it."
+            f"{path} has dtype {tensor.dtype}, which safetensors files do not support. Convert"
+            " it to another dtype, or a complex128 tensor with torch.view_as_real(tensor)."
         )
         raise PlainDataError(msg)

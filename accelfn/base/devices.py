@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Devices: meta tensors, float32 precision, generators, pinned memory, a rank's device.
 
-Meta tensors have a shape and no values. A program runs on them to learn how much the ranks
-send and store.
+Meta tensors have a shape but no values. A simulation runs a program with meta tensors to
+measure how much the ranks send and store.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from accelfn.errors import WorldError
 
 
 def readable(device: torch.device) -> torch.device:
-    """Return the device for tensors that will be read: the CPU instead of meta."""
+    """Return a device whose tensors have values: the CPU instead of meta."""
     return torch.device("cpu") if device.type == "meta" else device
 
 
@@ -25,7 +25,7 @@ def is_positive(total: torch.Tensor) -> bool:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the host; a meta tensor becomes zeros, equal on all ranks."""
+    """Return a tensor on the CPU; a meta tensor becomes zeros, equal on all ranks."""
     return (
         torch.zeros(tensor.shape, dtype=tensor.dtype)
         if tensor.is_meta
@@ -34,7 +34,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_set_to(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are the same view of one memory, meta tensors included."""
+    """Return `one.is_set_to(other)`: the same view of the same memory; also for meta tensors."""
     if not one.is_meta:
         return one.is_set_to(other)
     return other.is_meta and _view(one) == _view(other)
@@ -47,27 +47,28 @@ def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 # Precision of float32 matrix products, which a program may lower for speed.
 #
-# torch has two interfaces to one setting, and rejects the older once the newer was used for a
-# device. This code reads the newer interface, which reflects the older.
+# torch has two interfaces for this setting. After the newer interface was used to set a
+# device's precision, the older interface raises. This code uses the newer interface, which
+# also shows changes made through the older one.
 
 
 _EPS = {"tf32": 2.0**-10, "bf16": 2.0**-7}
-"""Rounding of a product's factors, by precision."""
+"""Relative rounding error of the inputs of a matrix product, by precision."""
 
 
 def precisions() -> tuple[str, ...]:
-    """Return the float32 product precision of CUDA and of oneDNN."""
+    """Return the precision setting of float32 matrix products for CUDA and for oneDNN."""
     return tuple(product.fp32_precision for product in _products())
 
 
 def set_precisions(both: Sequence[str]) -> None:
-    """Set the float32 product precision of CUDA and of oneDNN."""
+    """Set the precision of float32 matrix products for CUDA and for oneDNN, in this order."""
     for backend, precision in zip(_products(), both, strict=True):
         backend.fp32_precision = precision
 
 
 def eps() -> float:
-    """Return the coarsest rounding of a float32 product on any device."""
+    """Return the largest relative rounding error of float32 matrix products, over all devices."""
     return max(
         torch.finfo(torch.float32).eps, *(_EPS.get(p, 0.0) for p in precisions())
     )
@@ -78,11 +79,11 @@ def _products() -> tuple[Any, Any]:
     return backends.cuda.matmul, backends.mkldnn.matmul
 
 
-# This machine's accelerator of any vendor, through `torch.accelerator`.
+# The accelerators of this machine, from any vendor, through `torch.accelerator`.
 
 
 def count() -> int:
-    """Return the number of accelerator devices on this machine, often 0."""
+    """Return the number of accelerator devices on this machine; 0 without an accelerator."""
     return torch.accelerator.device_count()
 
 
@@ -93,10 +94,10 @@ def kind() -> str:
 
 
 def generators(device: torch.device) -> Sequence[torch.Generator]:
-    """Return a device's default generators in addition to the CPU's.
+    """Return the default random generators of a device; () for the CPU and meta.
 
     Raises:
-        WorldError: torch exposes no generator, so random numbers could not be reproduced.
+        WorldError: torch has no generator object for the device.
     """
     if device.type in ("cpu", "meta"):
         return ()
@@ -104,24 +105,24 @@ def generators(device: torch.device) -> Sequence[torch.Generator]:
     if device.type == "mps":
         return (module._get_default_mps_generator(),)
     if hasattr(module, "init"):
-        module.init()  # creates the generators
+        module.init()  # creates the device's generators
     defaults: Sequence[torch.Generator] = getattr(module, "default_generators", ())
     index = module.current_device() if device.index is None else device.index
     if index >= len(defaults):
         msg = (
-            f"Device {device}: torch.{device.type}.default_generators has no entry for it, so"
-            " its random numbers could not be reproduced, and a resumed run would differ"
-            ' from an uninterrupted run. Pass device="cpu".'
+            f"Device {device}: torch.{device.type}.default_generators has no generator of this"
+            " device. Its random numbers could not be reproduced, and a resumed run would"
+            ' differ from an uninterrupted run. Pass device="cpu".'
         )
         raise WorldError(msg)
     return (defaults[index],)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak bytes that torch allocated on a device.
+    """Return the largest number of bytes that torch had allocated on a device at once.
 
     Raises:
-        WorldError: torch does not count memory on the device.
+        WorldError: torch does not report the peak memory of this device.
     """
     peak: Any = getattr(torch.get_device_module(device), "max_memory_allocated", None)
     if peak is None:
@@ -131,7 +132,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Release unused device memory from torch's cache."""
+    """Release the unused memory in torch's cache to the device."""
     if device.type not in ("cpu", "meta"):
         getattr(torch.get_device_module(device), "empty_cache", int)()
 
@@ -144,7 +145,7 @@ def wait_for_all(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def can_pin(device: torch.device) -> bool:
-    """Return whether a device copies to and from pinned memory asynchronously."""
+    """Return whether a device can copy to and from pinned memory asynchronously."""
     return _can_pin(device.type)
 
 
@@ -162,22 +163,22 @@ def _can_pin(kind_of_device: str) -> bool:
 def host_memory(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Allocate host memory, pinned if the device can use pinned memory."""
+    """Allocate a CPU tensor, in pinned memory if the device supports this."""
     return torch.empty(shape, dtype=dtype, pin_memory=_can_pin(device.type))
 
 
 def pin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a host tensor in pinned memory, if the device can use pinned memory."""
+    """Return a CPU tensor in pinned memory, if the device supports this."""
     is_ready = not tensor.is_cpu or not _can_pin(device.type) or tensor.is_pinned()
     return tensor if is_ready else tensor.pin_memory()
 
 
 def send_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a host tensor to a device asynchronously."""
+    """Copy a CPU tensor to a device, asynchronously if the device supports this."""
     return pin(tensor, device).to(device, non_blocking=_can_pin(device.type))
 
 
-# The device of a rank: any accelerator that torch knows, or the CPU.
+# The device of a rank: the CPU, or any accelerator that torch supports.
 
 
 _NO_XLA = (
@@ -196,8 +197,8 @@ def parse_device(device: Any) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
         msg = (
-            f"Device {device!r} is not known to torch: {error}. A device of another vendor"
-            " needs its package installed, such as torch-npu for 'npu'."
+            f"Device {device!r}: torch does not know this device: {error}. For a device of"
+            " another vendor, install its package, such as torch-npu for 'npu'."
         )
         raise WorldError(msg) from error
 
@@ -211,7 +212,7 @@ def check_kind(asked: torch.device) -> None:
     if asked.type == "xla":
         raise WorldError(_NO_XLA.format(str(asked)))
     if asked.type == "meta":
-        msg = f"Device {str(asked)!r} holds no values; expected cpu or an accelerator."
+        msg = f"Device {str(asked)!r}: its tensors have no values. Use cpu or an accelerator."
         raise WorldError(msg)
 
 
@@ -231,9 +232,9 @@ def choose_device(asked: str | torch.device | None, *, local_rank: int) -> torch
     index = local_rank if chosen.index is None else chosen.index
     if index >= num_devices:
         msg = (
-            f"Device {chosen.type}:{index} was asked for (local rank {local_rank}), but"
-            f" torch sees {num_devices} devices of that type. Start fewer ranks per machine, or"
-            ' pass device="cpu".'
+            f"Local rank {local_rank} needs the device {chosen.type}:{index}, but torch finds"
+            f" {num_devices} devices of this type. Start fewer ranks per machine, or pass"
+            ' device="cpu".'
         )
         raise WorldError(msg)
     chosen = torch.device(chosen.type, index)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random keys and seeded generators, so that each random number depends on its purpose only.
 
-A key is a 64-bit integer mixed from named parts. `seeded` seeds the default generators of
-torch, numpy and Python from a key and restores them afterwards. Code that uses them
-(dropout, `np.random.beta`) needs no change. A resumed run gets the random numbers of an
-uninterrupted run.
+A key is a 64-bit hash of strings and integers. `seeded` seeds the default generators of
+torch, numpy and Python from a key, and restores the generators afterwards. Code that uses
+the default generators (dropout, `np.random.beta`) needs no change. A resumed run gets the
+random numbers of an uninterrupted run.
 
-A process has one default generator of each kind, so only one thread at a time may draw.
-Otherwise threads would get each other's numbers, and restoring a state would repeat numbers.
+A process has one default generator of each kind, so only one thread at a time may use them.
+Otherwise a thread would take random numbers from another thread's sequence, and restoring a
+generator would repeat random numbers.
 
 torch's CPU generator keeps only the low 32 bits of a seed. Two different keys have equal low
 bits with probability 1 in 2**32, the best possible for 32 bits.
@@ -37,7 +38,7 @@ _CPU = torch.device("cpu")
 
 
 def key(*parts: int | str) -> int:
-    """Return the 64-bit key of strings and integers of any size."""
+    """Return a 64-bit key: a hash of strings and of integers of any size."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         text = f"{type(part).__name__}:{part};"
@@ -48,9 +49,9 @@ def key(*parts: int | str) -> int:
 def fold(parent: int, *numbers: int) -> int:
     """Fold numbers into a key, one after another.
 
-    The finaliser of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
-    number generators") is a bijection, and every input bit affects every output bit. A step
-    folds each number in 0.3 µs.
+    It uses the finaliser of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable
+    pseudorandom number generators"), a bijection. Every input bit affects every output
+    bit. Folding a number takes 0.3 µs.
     """
     for number in numbers:
         z = (parent + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
@@ -61,15 +62,16 @@ def fold(parent: int, *numbers: int) -> int:
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
-    """Return torch's default generators that code on `device` draws from."""
+    """Return torch's default generators for code on a device: the CPU's and the device's."""
     return [torch.default_generator, *devices.generators(device)]
 
 
 def _memory_of_python() -> tuple[Callable[[], Any], Callable[[Any], object]]:
     """Return functions that read and write the state of Python's default generator.
 
-    CPython keeps a position and 624 words in the object; a copy takes 0.1 µs. With another
-    memory layout, `random.getstate` and `random.setstate` do this in 10 µs.
+    CPython stores a position and 624 words inside the object, and copying this memory takes
+    0.1 µs. If the memory layout is different, the functions are `random.getstate` and
+    `random.setstate`, which take 10 µs.
     """
     size, start = 625 * 4, object.__basicsize__
     if size + start <= _Python.__basicsize__:
@@ -84,14 +86,14 @@ def _memory_of_python() -> tuple[Callable[[], Any], Callable[[Any], object]]:
 _python: Any = random.random.__self__
 _save_python, _restore_python = _memory_of_python()
 _NO_BITS = SimpleNamespace(state=None)
-"""Replaces numpy's bit generator, because reading or setting its state takes 30 µs."""
+"""A stand-in for numpy's bit generator, because reading the real state takes 30 µs."""
 
 
 def normal_of_numpy() -> tuple[int, float]:
-    """Return numpy's cached second normal number: whether it exists, and its value."""
+    """Return numpy's cached second normal random number: whether it exists, and its value."""
     legacy = cast("Any", mtrand)._rand
     bits, legacy._bit_generator = legacy._bit_generator, _NO_BITS
-    _NO_BITS.state = {"bit_generator": "MT19937"}  # numpy adds the cached number
+    _NO_BITS.state = {"bit_generator": "MT19937"}  # numpy adds the cached number to it
     try:
         normal = legacy.get_state(legacy=False)
         return normal["has_gauss"], normal["gauss"]
@@ -100,7 +102,7 @@ def normal_of_numpy() -> tuple[int, float]:
 
 
 def put_back_normal_of_numpy(normal: tuple[int, float]) -> None:
-    """Restore numpy's cached normal number, lost when its generator was exchanged."""
+    """Restore numpy's cached normal number, which is lost when its generator is exchanged."""
     has_gauss, gauss = normal
     if has_gauss:
         state = mtrand.get_state(legacy=False)
@@ -108,7 +110,7 @@ def put_back_normal_of_numpy(normal: tuple[int, float]) -> None:
 
 
 def generator_states(device: torch.device) -> list[Any]:
-    """Return the states of the default generators for comparison."""
+    """Return the states of all default generators in a form that can be compared."""
     numpy = [str(item) for item in mtrand.get_state(legacy=False).items()]
     return [
         *(g.get_state().tolist() for g in generators(device)),
@@ -120,13 +122,14 @@ def generator_states(device: torch.device) -> list[Any]:
 class seeded(AbstractContextManager["seeded"]):
     """Seed the default generators of torch, numpy and Python within a `with` block.
 
-    A block with a seed begins with generators seeded from it. `begin(seed)` seeds them again,
-    any number of times. The block restores the generators at its end, also after an error.
-    Blocks may be nested, for example when a dataset reads another dataset.
+    If a seed is given, the block begins with generators seeded from it. `begin(seed)` seeds
+    the generators again, any number of times. At its end, also after an error, the block
+    restores the generators. Blocks may be nested, for example when a dataset reads another
+    dataset.
 
-    The block exchanges numpy's generator and copies the memory of Python's, because saving
-    and restoring a state takes numpy 30 µs and Python 10 µs. It is a class with a separate
-    path for the CPU generator, because every step enters a block with cold processor caches.
+    The block exchanges numpy's generator and copies the memory of Python's generator, because
+    saving and restoring their states would take 30 µs and 10 µs. Every step enters such a
+    block, so `seeded` is a class, and has a faster path for the CPU's generator.
     """
 
     __slots__ = ("_gauss", "_held", "_normal", "_numpy", "_others", "_python")
@@ -135,7 +138,7 @@ class seeded(AbstractContextManager["seeded"]):
     def __init__(
         self, seed: int | None = None, device: torch.device = _CPU, *numbers: int
     ) -> None:
-        """Take a key, a device, and numbers to fold into the key."""
+        """Prepare the seed, with `numbers` folded in, and the generators of the device."""
         self._seed = seed if seed is None or not numbers else fold(seed, *numbers)
         self._others = () if device.type == "cpu" else devices.generators(device)
 
@@ -166,8 +169,9 @@ class seeded(AbstractContextManager["seeded"]):
     def begin(self, seed: int) -> None:
         """Seed the generators again.
 
-        numpy gets the upper half of the seed. torch uses the lower half with the same
-        algorithm as numpy, so `torch.randint` and `np.random.randint` would be equal.
+        numpy gets the upper half of the seed, because torch uses the lower half. With the same
+        half, `torch.randint` and `np.random.randint` would return the same numbers, because
+        both use the same algorithm.
         """
         _default.manual_seed(seed)
         for other in self._others:
@@ -194,20 +198,23 @@ class seeded(AbstractContextManager["seeded"]):
 
 
 class Turn:
-    """A lock on the default generators, held by the thread that draws.
+    """A lock on the default generators, held by the thread that uses them.
 
-    A block holds the lock, through a weak reference, for at most its own lifetime. Ctrl-C at
-    the end of a block can skip `__exit__`, and an ordinary lock would then never be released.
+    The lock has only weak references to its holders. Ctrl-C at the end of a `with` block can
+    skip `__exit__`. An ordinary lock would then never be released, but here the dead reference
+    no longer counts.
     """
 
     __slots__ = ("_had",)
 
     def __init__(self) -> None:
         """Create a free lock."""
-        self._had: list[weakref.ref[HeldTurn]] = []  # in order of taking; some are dead
+        self._had: list[
+            weakref.ref[HeldTurn]
+        ] = []  # oldest first; references may be dead
 
     def take(self) -> "HeldTurn":
-        """Acquire the lock for this thread; the result releases it.
+        """Acquire the lock for this thread; `give_back` of the result releases the lock.
 
         Raises:
             WorldError: another thread holds the lock.
@@ -229,18 +236,18 @@ class Turn:
 
 
 class HeldTurn:
-    """The lock as one block of a thread holds it."""
+    """One holder of the lock: a `with` block of a thread."""
 
     __slots__ = ("__weakref__", "_had", "_mine", "thread")
 
     def __init__(self, holders: "list[weakref.ref[HeldTurn]]") -> None:
-        """Append this block to the holders."""
+        """Add this object to the list of the lock's holders."""
         self.thread, self._had = threading.get_ident(), holders
         self._mine: weakref.ref[HeldTurn] = weakref.ref(self)
         holders.append(self._mine)
 
     def give_back(self) -> None:
-        """Remove this block from the holders."""
+        """Release the lock: remove this object from the list of holders."""
         try:  # noqa: SIM105 - runs in each step, and `suppress` is slower
             self._had.remove(self._mine)
         except ValueError:  # another thread removed it
@@ -249,11 +256,11 @@ class HeldTurn:
 
 _default = torch.default_generator
 _turn = Turn()
-"""The lock on the default generators; simulated ranks are threads with a lock each."""
+"""The lock on the default generators; each simulated rank (a thread) has its own lock."""
 
 
 def _reset_after_fork() -> None:
-    """Free the lock in a forked process, because the process has no other thread."""
+    """Create a free lock in a forked process, which has only one thread."""
     global _turn  # noqa: PLW0603 - the generators are global, too
     _turn = Turn()
 
@@ -263,24 +270,24 @@ system.call_after_fork(_reset_after_fork)
 
 def _raise_other_thread() -> NoReturn:
     msg = (
-        "This thread would draw random numbers while another thread of this process does, in a"
-        " step, af.evaluate, af.fork_rng or a dataset. They share torch's default generators, so"
-        " each would get the other's numbers. Let one wait for the other, or use two processes;"
-        " to read ahead, write af.Data(num_workers=...)."
+        "This thread needs random numbers while another thread of this process uses them, in a"
+        " step, af.evaluate, af.fork_rng or a dataset. Both would use torch's default generators,"
+        " so the numbers would not be reproducible. Let one thread wait for the other, or use two"
+        " processes. To load data in the background, write af.Data(num_workers=...)."
     )
     raise WorldError(msg)
 
 
 _spares: list[Any] = []
-"""Unused replacements for numpy's generator; creating a replacement takes 0.1 ms."""
+"""Unused generators that can replace numpy's; creating a generator takes 0.1 ms."""
 
 
 # Contexts that every step enters, and that usually do nothing.
 
 
 NOTHING = nullcontext()
-"""A context that does nothing; one instance, so using it costs no call."""
-# read at every step and batch, so without parsing device names or looking up attributes
+"""A context that does nothing; all code shares this object, so no call creates it."""
+# every step and batch calls these functions, so they are looked up only once, here
 _with_gradients, _for_inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
 _any_autocast = torch._C._is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
 
@@ -289,8 +296,8 @@ def own_modes(device: torch.device) -> AbstractContextManager[object]:
     """Return a context with gradients on, and inference mode and autocast off.
 
     A tensor created in inference mode could never be trained, so all code that creates
-    tensors for a state runs in this context. Every step enters it, usually with the right
-    modes; then the context does nothing.
+    tensors for a state runs in this context. If the modes are already right, as in most
+    steps, the context does nothing.
     """
     inference = _for_inference()
     autocast = _any_autocast() and torch.is_autocast_enabled(device.type)
@@ -306,9 +313,10 @@ def own_modes(device: torch.device) -> AbstractContextManager[object]:
 
 
 def is_plain() -> bool:
-    """Return whether the modes are a step's, and the profiler is off.
+    """Return whether gradients are on, and inference mode, autocast and profiler are off.
 
-    Code of a few microseconds checks this, because entering contexts would cost a tenth.
+    Code that takes only microseconds calls this first. If it is true, the code skips
+    `own_modes` and `span`, which would take a tenth of its time.
     """
     return (
         _with_gradients()
@@ -324,8 +332,8 @@ def is_profiled() -> bool:
 
 
 def span(*words: str) -> AbstractContextManager[object]:
-    """Return a context that names its time in a profiler trace.
+    """Return a context that appears under this name in a trace of torch's profiler.
 
-    Callers on the path of every step check `is_profiled` inline and save a call.
+    Code that every step runs checks the profiler's flag itself, and so saves this call.
     """
     return profiler.record_function(" ".join(words)) if is_profiled() else NOTHING

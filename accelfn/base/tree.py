@@ -28,15 +28,15 @@ from torch.utils._pytree import register_pytree_node
 from accelfn.base.arguments import find_hint
 from accelfn.errors import ArgumentError, BatchError, CallError
 
-# `Pending`: results of collectives that may still be running.
+# `Pending`: the result of a collective that may still be running.
 
 
 class Pending:
-    """Values on their way: what `af.start_all_reduce` returns, and a slot may keep.
+    """The result of a collective that may still be running, from `af.start_all_reduce`.
 
-    In trees and slots it is a container of its values. Copying, saving, comparing or sharding
-    a state waits for them, and the result is a `Pending` that has arrived. Waiting early
-    changes no bit.
+    You can keep a `Pending` in a slot. Trees treat it as a container of its values. Copying,
+    saving, comparing or sharding a state waits for the values; the copy is a `Pending` that
+    has arrived. The values do not depend on when you wait.
 
     Example:
         >>> Pending.of(3).wait()
@@ -46,13 +46,16 @@ class Pending:
     __slots__ = ("_finish", "_values")
 
     def __init__(self, finish: Callable[[], Any]) -> None:
-        """Take a function that waits for the values and returns them; it is called once."""
+        """Create a `Pending` from a function that waits for the values and returns them.
+
+        The function is called once.
+        """
         self._finish: Callable[[], Any] | None = finish
         self._values: Any = None
 
     @classmethod
     def of(cls, values: Any) -> Self:
-        """Return a `Pending` that has arrived."""
+        """Return a `Pending` of values that have arrived."""
         pending = cls(lambda: values)
         pending.wait()
         return pending
@@ -63,10 +66,10 @@ class Pending:
         return self._finish is None
 
     def wait(self) -> Any:
-        """Return the values; the first call waits for them.
+        """Wait for the values, and return them.
 
         Raises:
-            PeerFailedError: a rank left, failed or timed out.
+            PeerFailedError: another rank failed, left or did not arrive in time.
         """
         if self._finish is not None:
             self._values = self._finish()
@@ -74,7 +77,7 @@ class Pending:
         return self._values
 
     def then(self, change: Callable[[Any], Any]) -> "Pending":
-        """Apply a function to the values when they are waited for."""
+        """Return a `Pending` that applies a function to the values when you wait for it."""
         return Pending(lambda: change(self.wait()))
 
     def __repr__(self) -> str:
@@ -89,9 +92,9 @@ V = TypeVar("V")
 
 
 class ReadOnly(Mapping[str, V]):
-    """A read-only live view of a dict.
+    """A read-only view of a dict, which shows later changes of the dict.
 
-    Law: reading returns the dict's entries or raises as `check` does; writing raises.
+    Law: reading returns the dict's entries, or raises the error of `check`. Writing raises.
     """
 
     __slots__ = ("_check", "_name", "_values")
@@ -103,8 +106,8 @@ class ReadOnly(Mapping[str, V]):
 
         Args:
             values: the dict.
-            name: the mapping's name in the user's code.
-            check: raises if the dict's tensors are no longer valid.
+            name: the mapping's name in the user's code, such as "state.params", for errors.
+            check: a function that raises if the dict's tensors are no longer valid.
         """
         self._values, self._name, self._check = values, name, check
 
@@ -122,7 +125,7 @@ class ReadOnly(Mapping[str, V]):
         return iter(self._checked_values)
 
     def __reversed__(self) -> Iterator[str]:
-        """Iterate over the names from the last."""
+        """Iterate over the names in reverse order."""
         return reversed(self._checked_values)
 
     def __len__(self) -> int:
@@ -158,7 +161,7 @@ class ReadOnly(Mapping[str, V]):
         return {**other, **self._checked_values}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy, pickle and save as an OrderedDict, like torch's state dicts."""
+        """Copy, pickle and save the view as an OrderedDict, like torch's state dicts."""
         return OrderedDict, (), None, None, iter(self._checked_values.items())
 
     def __repr__(self) -> str:
@@ -173,7 +176,7 @@ class ReadOnly(Mapping[str, V]):
     update = setdefault = pop = popitem = clear = _refuse
 
 
-# torch.func and tree_map take a view as a dict of its entries, and give dicts back
+# torch.func and torch's tree_map treat a view like a dict, and return dicts
 register_pytree_node(
     ReadOnly,
     lambda view: ([*view.values()], [*view]),
@@ -181,10 +184,9 @@ register_pytree_node(
 )
 
 
-# Sharded tensors: torch's DTensors, without its operators.
+# Sharded tensors are torch's DTensors. Elementwise operations run on the local shards.
 #
-# An operator on a DTensor costs 0.1 ms, and milliseconds for the first tensor of each shape.
-# Elementwise operations therefore run on the local shards.
+# An operator on a DTensor would take 0.1 ms, and milliseconds for the first tensor of a shape.
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -195,7 +197,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the dtype of long sums: float32 or wider."""
+    """Return a tensor in float32, or unchanged if its dtype is wider, for long sums."""
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
@@ -205,7 +207,7 @@ def have_shards(tensors: Iterable[Any]) -> bool:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor or its local shard is a wrapper subclass."""
+    """Return whether a tensor or its local shard is a subclass that wraps other tensors."""
     return is_traceable_wrapper_subclass(local(tensor))
 
 
@@ -215,10 +217,10 @@ def is_shard(tensor: Any) -> bool:
 
 
 def split_as(tensor: Any, other: Any) -> Any:
-    """Redistribute a DTensor to the placements of another.
+    """Redistribute a DTensor to the placements of another DTensor.
 
-    torch's operators may return other placements, such as partial sums. Cost: none if the
-    placements are equal; otherwise torch communicates.
+    torch's operators may return other placements, such as partial sums. This costs nothing
+    if the placements are equal; otherwise the ranks communicate.
     """
     if type(tensor) is torch.Tensor or not (is_shard(tensor) and is_shard(other)):
         return tensor
@@ -237,12 +239,15 @@ def cut_axes(tensor: Any) -> tuple[str, ...]:
 
 
 def computes_on(tensor: Any) -> str:
-    """Return the device type that computes with a parameter; its shard may be offloaded."""
+    """Return the type of the device that computes with a parameter.
+
+    An offloaded shard is stored on the CPU, but computed on another device.
+    """
     return tensor.device_mesh.device_type if is_shard(tensor) else tensor.device.type
 
 
 def with_local(tensor: Any, part: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor with another's placements and this local shard."""
+    """Return a DTensor with the placements of `tensor` and the local shard `part`."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - rarely needed
 
     spec = tensor._spec
@@ -253,7 +258,7 @@ def with_local(tensor: Any, part: torch.Tensor) -> torch.Tensor:
 
 
 def room(part: torch.Tensor) -> int:
-    """Return the number of elements that fit in memory from a shard's start."""
+    """Return how many elements fit in a shard's memory, counted from its first element."""
     end = part.untyped_storage().nbytes() // part.element_size()
     return int(end - part.storage_offset())
 
@@ -265,16 +270,16 @@ def pad_part(part: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def clone_shards(tensor: Any) -> torch.Tensor:
-    """Copy a DTensor, with as much room for each shard."""
+    """Copy a DTensor; the copy of the shard has the same unused memory at its end."""
     part = local(tensor)
     return with_local(tensor, pad_part(part.detach(), room(part)))
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Replace every leaf by `fn(leaf)` in the same containers.
+    """Return a tree with the same containers and `fn(leaf)` instead of every leaf.
 
-    A record is copied and all its fields are set. Its `__init__` does not run, and other
-    attributes are kept.
+    A dataclass or attrs record is copied, and its fields are set. Its `__init__` does not
+    run, and attributes that are not fields are kept.
 
     Raises:
         ArgumentError: a mapping's class does not accept a dict, or a record cannot be copied.
@@ -289,7 +294,7 @@ def _map(
     by_key: bool,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> Any:
-    """Map a tree; a container for which `is_leaf` is true is a leaf."""
+    """Map a tree, as `tree_map`; `is_leaf(container)` may declare a container to be a leaf."""
     if isinstance(tree, torch.Tensor) or (is_leaf is not None and is_leaf(tree)):
         return fn(tree)
 
@@ -303,7 +308,7 @@ def _map(
         return _like(items, {key: values[key] for key in items} if by_key else values)
     if isinstance(tree, (tuple, list)):
         parts = [inner(value) for value in cast("list[Any]", tree)]
-        if hasattr(tree, "_fields"):  # the only mark of a namedtuple
+        if hasattr(tree, "_fields"):  # only this attribute identifies a namedtuple
             return cast("Any", type(tree))(*parts)
         return parts if isinstance(tree, list) else tuple(parts)
     if isinstance(tree, Pending):
@@ -312,8 +317,8 @@ def _map(
 
 
 def _like(items: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """Return a mapping of the same class as another."""
-    if type(items) is dict or isinstance(items, ReadOnly):  # a view of a dict
+    """Return `values` as a mapping of the same class as `items`."""
+    if type(items) is dict or isinstance(items, ReadOnly):  # a view becomes a dict
         return values
     kind = cast("Any", type(items))
     try:
@@ -322,8 +327,9 @@ def _like(items: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
         return kind(values)
     except TypeError as error:
         msg = (
-            f"A {kind.__name__} is in a batch, a slot or a message between ranks, and"
-            f" {kind.__name__}(a dict) raises TypeError: {error}. Give a dict."
+            f"A batch, a slot or a message between ranks contains a {kind.__name__}. accelfn"
+            f" cannot copy it, because {kind.__name__}(a_dict) raises TypeError: {error}. Use a"
+            " dict instead."
         )
         raise ArgumentError(msg) from error
 
@@ -333,18 +339,18 @@ def _map_record(inner: Callable[[Any], Any], record: Any) -> Any:
         result = copy.copy(record)
     except (AttributeError, TypeError) as error:
         msg = (
-            f"A {type(record).__name__} is in a batch, a slot or a message between ranks, and"
-            f" copy.copy of it raises {type(error).__name__}: {error}. Give its parts in a"
-            " dict."
+            f"A batch, a slot or a message between ranks contains a {type(record).__name__}."
+            " accelfn cannot copy it, because copy.copy raises"
+            f" {type(error).__name__}: {error}. Put its fields into a dict instead."
         )
         raise ArgumentError(msg) from error
     for name, value in _set_fields(record):
-        object.__setattr__(result, name, inner(value))  # frozen ones too
+        object.__setattr__(result, name, inner(value))  # also works for frozen records
     return result
 
 
 def _set_fields(record: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a record's fields, except declared fields without a value."""
+    """Yield the name and value of each field of a record, except fields without a value."""
     for name in _fields(type(record)):
         if hasattr(record, name):
             yield name, getattr(record, name)
@@ -366,7 +372,7 @@ def _fields(kind: type) -> tuple[str, ...]:
 
 
 def tree_map_all(fn: Callable[..., Any], first: Any, *trees: Any) -> Any:
-    """Map a function over the leaves of several trees; return the first tree's containers."""
+    """Call `fn` with the matching leaves of several trees; return the first tree's containers."""
     leaves = zip(*(tree_leaves(tree) for tree in (first, *trees)), strict=True)
     return tree_map(lambda _: fn(*next(leaves)), first)
 
@@ -379,7 +385,7 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 
 def _gather(tree: Any, leaves: list[Any], *, by_key: bool) -> None:
-    # tensors first and no generators, because every step walks its batch
+    # checks for tensors first, and uses no generators: every step calls it for its batch
     if isinstance(tree, torch.Tensor):
         leaves.append(tree)
     elif isinstance(tree, (list, tuple)):
@@ -399,10 +405,10 @@ def _gather(tree: Any, leaves: list[Any], *, by_key: bool) -> None:
 
 
 def leaves_by_key(tree: Any) -> list[Any]:
-    """Return the leaves in an order that does not depend on how dicts were filled.
+    """Return the leaves in an order that is equal on all ranks: dicts are sorted by key.
 
-    Dicts with only string keys are sorted by key, because ranks may insert equal entries in
-    different order. Other dicts keep their order.
+    Ranks may insert the same entries into a dict in different order. A dict whose keys are
+    not all strings keeps its order.
     """
     leaves: list[Any] = []
     _gather(tree, leaves, by_key=True)
@@ -410,7 +416,7 @@ def leaves_by_key(tree: Any) -> list[Any]:
 
 
 def with_leaves(tree: Any, leaves: Iterable[Any]) -> Any:
-    """Replace the leaves, given in the order of `leaves_by_key`, in the same containers."""
+    """Return a tree with the same containers and new leaves, in the order of `leaves_by_key`."""
     rest = iter(leaves)
     return _map(lambda _: next(rest), tree, by_key=True)
 
@@ -420,7 +426,7 @@ def _by_key(items: Mapping[Any, Any]) -> Iterable[Any]:
 
 
 def outline(tree: Any, show: Callable[[Any], str]) -> str:
-    """Format the containers with `show(leaf)` for every leaf, and dicts sorted by key."""
+    """Return a tree as text, with `show(leaf)` for every leaf, and dicts sorted by key."""
     if not isinstance(tree, torch.Tensor):
         if isinstance(tree, Mapping):
             items = cast("Mapping[Any, Any]", tree)
@@ -450,7 +456,7 @@ def tensor_leaves(tree: Any) -> list[torch.Tensor]:
 
 
 def clone(tree: Any) -> Any:
-    """Copy a tree and every tensor in it; shared tensors stay shared."""
+    """Copy a tree and its tensors; a tensor that occurs twice is copied once."""
     copies: dict[int, torch.Tensor] = {}
 
     def copy_once(leaf: Any) -> Any:
@@ -465,11 +471,10 @@ def clone(tree: Any) -> Any:
 
 
 def to_device(tree: Any, device: torch.device, *, opaque: bool = True) -> Any:
-    """Move a tree's tensors to `device`; return the same tree if nothing has to move.
+    """Move a tree's tensors to `device`; return the tree itself if all are there already.
 
-    Objects with a method `to(device)` move themselves: packed sequences, batches of
-    tokenizers, the user's records and objects. `opaque=False` leaves out objects with
-    unknown contents.
+    For objects with a method `to(device)`, such as packed sequences or the result of a
+    tokenizer, this method is called. With `opaque=False` it is called only for containers.
     """
     leaves = tree_leaves(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -490,17 +495,17 @@ def to_device(tree: Any, device: torch.device, *, opaque: bool = True) -> Any:
 
 
 def _moves_itself(tree: Any) -> bool:
-    """Return whether an object or container has a method `to`."""
+    """Return whether an object or a container has a method `to`."""
     return callable(getattr(type(tree), "to", None))
 
 
 def _is_container(tree: Any) -> bool:
-    """Return whether `tree_leaves` looks into an object."""
+    """Return whether an object is a container, whose leaves `tree_leaves` returns."""
     return isinstance(tree, (Mapping, tuple, list)) or bool(_fields(type(tree)))
 
 
 def rows(tree: Any, start: int, stop: int) -> Any:
-    """Slice the rows of a tree's tensors; leaves without rows are kept."""
+    """Slice all tensors of a tree in dim 0; scalars and other leaves stay as they are."""
 
     def take_rows(leaf: Any) -> Any:
         has_rows = isinstance(leaf, torch.Tensor) and leaf.ndim
@@ -510,32 +515,34 @@ def rows(tree: Any, start: int, stop: int) -> Any:
 
 
 def num_rows(tree: Any) -> int:
-    """Return how many samples a plain batch holds: the common size of dim 0.
+    """Return the number of samples in a batch: the size of dim 0, equal in all tensors.
 
     Raises:
-        BatchError: no tensor has a dim 0, or the tensors differ in it.
+        BatchError: no tensor has a dim 0, or its size differs between tensors.
     """
     sizes = {leaf.size(0) for leaf in tensor_leaves(tree) if leaf.ndim > 0}
     if len(sizes) == 1:
         return sizes.pop()
-    problem = (
-        f"dim 0 of its tensors is {sorted(sizes)}" if sizes else "it has no tensor"
-    )
+    problem = "it has no tensor with a dim 0"
+    if sizes:
+        listing = " and ".join(map(str, sorted(sizes)))
+        problem = f"dim 0 of its tensors has different sizes, {listing}"
     msg = (
-        f"Cannot tell how many samples this batch holds: {problem}. "
-        "Return af.Loss(total, weight) from the loss function, or step over af.batches."
+        f"Cannot find the number of samples in this batch: {problem}. Return af.Loss(total,"
+        " weight) from the loss function, with the number of samples as weight, or take"
+        " batches from af.batches(state)."
     )
     raise BatchError(msg)
 
 
-# torch's fused (foreach) operators on lists of tensors; they have no public names.
+# torch's fused (foreach) operators on lists of tensors, which have only private names.
 #
-# Functions that end with _ work in place. An empty list is a no-op. Sharded tensors are
-# changed on the local shard.
+# Functions whose name ends with _ change the tensors in place, and accept an empty list. For a
+# sharded tensor, they change the local shard.
 
 
 def _parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    # `local`, inlined because a step has many tensors
+    # the same as `local`, but inlined, because a step has many tensors
     parts: list[torch.Tensor] = []
     for tensor in tensors:
         is_plain = type(tensor) is torch.Tensor
@@ -546,10 +553,10 @@ def _parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _factor_for(
     number: float | torch.Tensor, tensors: Iterable[torch.Tensor]
 ) -> float | torch.Tensor:
-    """Return a number on a device that all tensors can be multiplied by.
+    """Return a number on a device where it can be multiplied with all tensors.
 
-    Tensors on the host cannot use a number on an accelerator, so it is copied to the host.
-    The copy waits for the device, as offloading the tensors did.
+    If some tensors are on the CPU, a number on an accelerator is copied to the CPU. The copy
+    waits for the device.
     """
     if isinstance(number, torch.Tensor) and not number.is_cpu:
         return number.cpu() if any(tensor.is_cpu for tensor in tensors) else number
@@ -557,7 +564,7 @@ def _factor_for(
 
 
 def mul_(tensors: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """Multiply each tensor by one number."""
+    """Multiply all tensors by the same number."""
     parts = _parts(tensors)
     if parts:
         factor = _factor_for(factor, parts)
@@ -565,7 +572,7 @@ def mul_(tensors: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
 
 
 def div_(tensors: Iterable[torch.Tensor], divisor: float | torch.Tensor) -> None:
-    """Divide each tensor by one number."""
+    """Divide all tensors by the same number."""
     parts = _parts(tensors)
     if parts:
         divisor = _factor_for(divisor, parts)
@@ -579,7 +586,7 @@ fused_adamw_ = torch._fused_adamw_  # pyright: ignore[reportPrivateUsage]
 def add_(
     tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor], *, alpha: float = 1
 ) -> None:
-    """Add `alpha` times another tensor to each."""
+    """Add to each tensor `alpha` times the matching tensor of `others`."""
     parts = _parts(tensors)
     if parts:
         torch._foreach_add_(parts, _parts(others), alpha=alpha)  # pyright: ignore[reportPrivateUsage]
@@ -588,14 +595,17 @@ def add_(
 def lerp_(
     tensors: Iterable[torch.Tensor], ends: Iterable[torch.Tensor], share: float
 ) -> None:
-    """Move each tensor towards another by a share of the way; equal tensors stay equal."""
+    """Move each tensor towards the matching tensor of `ends`, by a fraction of the distance.
+
+    If both are equal, the tensor does not change.
+    """
     parts = _parts(tensors)
     if parts:
         torch._foreach_lerp_(parts, _parts(ends), share)  # pyright: ignore[reportPrivateUsage]
 
 
 def copy_(tensors: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
-    """Copy another tensor into each."""
+    """Copy into each tensor the matching tensor of `sources`."""
     parts = _parts(tensors)
     if parts:
         torch._foreach_copy_(parts, _parts(sources))  # pyright: ignore[reportPrivateUsage]
@@ -615,11 +625,11 @@ def norms(
 def non_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return 1 if any element is infinite or NaN, else 0, on the first tensor's device.
 
-    One pass of torch's unscaling kernel with factor 1, so the numbers stay bitwise equal.
+    It runs torch's unscaling kernel with the factor 1, which leaves the tensors unchanged.
     """
     parts = [_dense(local(tensor)) for tensor in tensors]
     device = parts[0].device if parts else None
-    # the kernel accepts only float32, independently of the default dtype
+    # the kernel needs a float32 flag, whatever the default dtype is
     flag = torch.zeros((), dtype=torch.float32, device=device)
     same_device = [part for part in parts if part.device == device]
     if same_device:
@@ -631,7 +641,7 @@ def non_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense real view of a tensor's values."""
+    """Return a tensor's values as a dense, real tensor."""
     if tensor.is_sparse:
         tensor = tensor._values()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -645,38 +655,38 @@ def clamp_(tensors: Iterable[torch.Tensor], low: float, high: float) -> None:
         torch._foreach_clamp_max_(parts, high)  # pyright: ignore[reportPrivateUsage]
 
 
-# Copies that share memory until the first write.
+# Copies that share memory with the original until either is written (copy-on-write).
 
 
 def copy_on_write(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor, lazily on the CPU; writes to either tensor never reach the other.
+    """Copy a tensor, on the CPU only when needed; writes to one never change the other.
 
-    On the CPU this is torch's copy-on-write. The first write, through any view and by any
-    operation, makes the copy, unless the other tensor is gone. A registry of readers could not
-    do that, because `state_dict()`, `detach()` and slices create tensors unknown to it.
+    On the CPU this is torch's copy-on-write: the first write to either tensor, through any view
+    and operation, makes the copy, unless the other tensor was freed.
 
-    The copy is made at once for memory shared with numpy, a file or another process, because
-    torch cannot share it in this way; for a part of a larger memory, because torch would copy
-    the whole for each part; and on accelerators, because a kernel of another stream may still
-    write when the copy is made, which is untested.
+    The copy is made immediately in three cases. torch cannot share memory that belongs to
+    numpy, a file or another process. For a slice of a larger tensor, torch would copy all of
+    its memory. On accelerators, a kernel of another stream may still write while the copy is
+    made, which is not tested.
     """
     plain = tensor.detach()
     if plain.device.type != "cpu" or not _fills_its_memory(plain):
         return plain.clone()
     try:
-        # a private name; torch's operators are tested on such tensors
+        # a private function of torch, but torch tests its operators on such tensors
         return torch._lazy_clone(plain)  # pyright: ignore[reportPrivateUsage]
-    except RuntimeError:  # foreign memory, which cannot be detected earlier
+    except RuntimeError:  # memory that is not torch's, which cannot be detected earlier
         return plain.clone()
 
 
 def copy_shared_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copy the tensors that share memory with tensors outside the mapping; detach the rest.
 
-    An example is a table of vectors that a factory wraps in an embedding. Only other tensors
-    are detected: memory from numpy or a mapped file does not report its users, and is shared.
+    For example, a model's embedding may wrap a table of vectors that the user keeps. Users of
+    memory that are not tensors, such as numpy arrays or mapped files, are not detected: the
+    memory is then shared.
 
-    Cost: only the check, if no memory is shared.
+    Cost: without shared memory only the check.
     """
     by_memory: defaultdict[int, set[int]] = defaultdict(set)
     plain = {n: t for n, t in tensors.items() if _is_plain(t) and not t.is_meta}
@@ -695,18 +705,18 @@ def is_within(others: Iterable[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has one identifiable memory; a sparse tensor has several."""
+    """Return whether a tensor is stored in one block of memory; sparse tensors are not."""
     return tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Return the identity of a plain tensor's memory, also for meta tensors."""
+    """Return a number that identifies a tensor's memory, also for meta tensors."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def _holders(tensor: torch.Tensor) -> int:
     """Return the number of tensors that use a tensor's memory."""
-    memory = tensor.untyped_storage()  # counts itself, too
+    memory = tensor.untyped_storage()  # this object counts as a user, so subtract 1
     return torch._C._storage_Use_Count(memory._cdata) - 1  # pyright: ignore[reportPrivateUsage]
 
 

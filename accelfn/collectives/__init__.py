@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labeled collectives, with clear errors when ranks disagree; the names here serve satellites."""
+"""Labeled collectives with clear errors if ranks disagree; optional packages import from here."""
 
 from accelfn.collectives.failures import break_off as break_off
 from accelfn.collectives.failures import format_tensor as format_tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name backend failures, find the rank that caused them, and compare calls across ranks."""
+"""Explain failed collectives, find the rank that failed, and compare the calls of ranks."""
 
 import contextlib
 import functools
@@ -57,7 +57,10 @@ class naming:
     __slots__ = ("_begins", "_label", "_outer", "_world")
 
     def __init__(self, label: str, world: World, *, begins: bool = True) -> None:
-        """Take the label of the operation, the world, and whether the operation begins."""
+        """Store the operation's label and world.
+
+        Pass `begins=False` for the wait of an operation that has already started.
+        """
         self._label, self._begins = label, begins
         self._world = world
         self._outer: str | None = None
@@ -75,7 +78,7 @@ class naming:
     def __exit__(
         self, kind: object, error: BaseException | None, trace: object
     ) -> None:
-        """Raise `PeerFailedError` for a failure of the connection."""
+        """Raise `PeerFailedError` if the block failed because of another rank."""
         activity = self._world.connection.activity
         activity.label, activity.structure = self._outer, None
         if isinstance(error, PeerFailedError):
@@ -91,7 +94,7 @@ class naming:
                 f"{self._when()}, but {missing(self._world, self._label)}"
                 f" ({_in_short(str(error))})"
             )
-            # the backend's traceback adds nothing; it stays as the context
+            # `from None` hides the backend's traceback, which explains nothing
             raise PeerFailedError(msg) from None
 
     def _when(self) -> str:
@@ -100,7 +103,7 @@ class naming:
 
 
 def _in_short(words: str) -> str:
-    """Shorten a backend's error: drop its source location and its guesses."""
+    """Return the first sentence of a backend's error message, without the source location."""
     first = _WHERE_IN_SOURCE.sub("", words.splitlines()[0])
     return first.partition(". ")[0]
 
@@ -114,7 +117,7 @@ _LOOK = "Look at its output for the cause."
 
 
 def missing(world: World, label: str) -> str:
-    """Describe the rank that failed, left or did not arrive."""
+    """Return a text that names the rank that failed, left or did not arrive."""
     all_ranks = world.whole
     roll = all_ranks.connection.roll_call
     if roll is None:
@@ -123,12 +126,12 @@ def missing(world: World, label: str) -> str:
     wake(all_ranks)
     heard = roll.hear()
     if heard is None and roll.rank_0_keeps_it:
-        return f"rank 0, or one before it, {_GONE}: the store that it keeps is silent."
+        return f"rank 0 or another rank {_GONE}: the store of rank 0 does not answer."
     return _somebody(all_ranks) if heard is None else _absence(all_ranks, label, heard)
 
 
 def break_off(world: World, error: BaseException) -> None:
-    """Make ranks that wait for this rank fail now, with its error."""
+    """Report this rank's error to the other ranks, and make ranks that wait for it fail now."""
     all_ranks = world.whole
     all_ranks.connection.fail(error)
     wake(all_ranks)
@@ -153,8 +156,10 @@ def _absence(world: World, label: str, heard: Mapping[int, Standing]) -> str:
     elif silent:
         summary = f"{named(silent)} {_GONE}. {_LOOK}"
     else:
-        summary = "no rank failed: one came later than the timeout, or their connection broke."
-    return f"{summary} Elsewhere, {_list_standings(astray)}." if astray else summary
+        summary = (
+            "no rank failed: a rank arrived after the timeout, or a connection broke."
+        )
+    return f"{summary} Other ranks: {_list_standings(astray)}." if astray else summary
 
 
 def wake(world: World) -> None:
@@ -171,7 +176,7 @@ def wake(world: World) -> None:
             continue
         for peer in range(group.size()):
             if peer != group.rank():
-                with suppress(RuntimeError):  # the timeout is intended
+                with suppress(RuntimeError):  # the receive is meant to time out
                     group.recv([torch.empty(1)], peer, 0).wait(_AT_ONCE)
 
 
@@ -185,7 +190,7 @@ def _list_standings(standings: dict[int, Standing]) -> str:
     return ", ".join(f"rank {rank} {standing}" for rank, standing in standings.items())
 
 
-# Descriptions of a call: its tensors, its line in the user's code, a table of ranks.
+# Texts for errors about a call: its tensors, its line in the user's code, a table of ranks.
 
 
 def format_tensor(tensor: torch.Tensor) -> str:
@@ -195,7 +200,7 @@ def format_tensor(tensor: torch.Tensor) -> str:
 
 
 def table(rows: Mapping[int, tuple[str, ...]]) -> str:
-    """Format one aligned line per rank."""
+    """Format a table with one line per rank and aligned columns."""
     width = max(len(row) for row in rows.values())
     full_rows = {rank: (*row, *[""] * (width - len(row))) for rank, row in rows.items()}
     widths = [max(len(row[i]) for row in full_rows.values()) for i in range(width)]
@@ -209,7 +214,7 @@ def table(rows: Mapping[int, tuple[str, ...]]) -> str:
 _NOT_USERS = (
     str(Path(__file__).parents[1]) + os.sep,
     str(Path(torch.__file__).parent) + os.sep,
-    typing_extensions.__file__,  # its decorator calls what torch deprecates
+    typing_extensions.__file__,  # its `deprecated` wraps functions of torch
     contextlib.__file__,
     functools.__file__,
     "<attrs",
@@ -233,10 +238,10 @@ def _is_users(path: str) -> bool:
     return not path.startswith(_NOT_USERS)
 
 
-# Checked worlds: ranks compare their calls before they make them.
+# Checked worlds: ranks compare their calls before each collective.
 #
-# If ranks make different calls, a backend waits until its timeout, aborts the process or
-# returns wrong numbers. Comparing 8 bytes per rank detects this beforehand.
+# If ranks call different collectives, a backend waits until its timeout, aborts the process
+# or returns wrong numbers. Comparing 8 bytes per rank detects the mistake before the call.
 
 
 def check_same_call(
@@ -253,14 +258,14 @@ def check_same_call(
     """Check that all ranks make the same call, and return the world for the call.
 
     Args:
-        world: compared only if it is `checked` or simulated.
+        world: the ranks; they compare their calls only if it is `checked` or simulated.
         kind: the name of the collective.
         label: the operation, for errors.
         values: a tree; tensors need equal shapes and dtypes, and other leaves may differ.
-        free: the dimension that may differ between ranks; ... allows all dimensions.
+        free: the dim whose size may differ between ranks; `...` means every dim.
         op: the reduction.
         root: the rank that sends.
-        grad: whether `requires_grad` must be equal, too.
+        grad: whether `requires_grad` must also be equal.
 
     Cost: none in an unchecked world; otherwise one all-gather of 8 bytes.
 
@@ -271,7 +276,7 @@ def check_same_call(
     check_world(label, world)
     connection = world.connection
     await_turn(label if label == kind else f"{kind} {label}", world)
-    # a single rank makes no call that would consume the structure
+    # a single rank makes no call, and only a call resets the structure
     if connection.simulated is not None and world.size > 1:
         connection.activity.structure = tree.outline(values, partial(_star, grad=grad))
     return check_same_tensors(
@@ -280,7 +285,7 @@ def check_same_call(
 
 
 def await_turn(label: str, world: World) -> None:
-    """Wait for a collective's turn in the order of the pass."""
+    """Call the hook `before_call` of the loss, which may wait for this collective's turn."""
     before_call = world.connection.activity.before_call
     if before_call is not None and world.size > 1:
         before_call(label, world)
@@ -293,7 +298,7 @@ def check_world(call: str, world: object) -> None:
         ArgumentError: the argument has another type.
     """
     if not isinstance(world, World):
-        msg = f"{call}: expected an af.World, got {world!r}. Make one with af.World.from_env()."
+        msg = f"{call}: expected an af.World, got {world!r}. Write af.World.from_env()."
         raise ArgumentError(msg)
 
 
@@ -316,7 +321,10 @@ def check_same_tensors(
     root: int | None = None,
     grad: bool = False,
 ) -> World:
-    """Check, in a checked world, that all ranks make the same call on equal tensors."""
+    """In a checked world, check that all ranks make the same call with equal shapes and dtypes.
+
+    The arguments are those of `check_same_call`.
+    """
     if not world.checked or world.size == 1:
         return world
     leaves = tree.leaves_by_key(values)
@@ -349,7 +357,7 @@ def _form_of(leaf: Any, free: int | EllipsisType | None, *, grad: bool = False) 
         sizes = ["any" for _ in sizes]
     elif free is not None and sizes:
         sizes[free] = "any"
-    elif free is not None:  # a scalar is a row
+    elif free is not None:  # a scalar counts as one row
         sizes = ["any"]
     dtype = str(leaf.dtype).removeprefix("torch.")
     wants = " that requires grad" if grad and _requires_grad(leaf) else ""
@@ -357,7 +365,7 @@ def _form_of(leaf: Any, free: int | EllipsisType | None, *, grad: bool = False) 
 
 
 def _refuse(call: dict[str, Any], outline: str, world: World) -> NoReturn:
-    """Tell the ranks of one another, and raise."""
+    """Gather the calls of all ranks, and raise an error with a table of them."""
     label = call["label"]
     text = json.dumps([call, outline, world.connection.activity.step, site()]).encode()
     size = torch.tensor([len(text)], device=readable(world.device))
@@ -370,8 +378,8 @@ def _refuse(call: dict[str, Any], outline: str, world: World) -> NoReturn:
     ]
     rows = {rank: _row(*row) for rank, row in enumerate(calls)}
     msg = (
-        f"Rank {world.rank} of {world.size}: the ranks are about to make calls of different"
-        f" {', '.join(differing)}; none of them has.\n{table(rows)}"
+        f"Rank {world.rank} of {world.size}: the ranks call different collectives. The calls"
+        f" differ in {', '.join(differing)}. No rank has started its call.\n{table(rows)}"
     )
     raise CollectiveMismatchError(msg)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantize numbers to 16, 8 or 4 bits: blocks of integers with a power-of-two scale each.
+"""Quantize floats to 16, 8 or 4 bits: blocks of integers, each with a power-of-two scale.
 
-With a power of two, the rounding error of a number is exact in the number's dtype. A sender
-can therefore keep the error without loss (error feedback).
+With a power-of-two scale, the rounding error of a float is exact in the float's dtype. So a
+sender can keep the error without loss, and add it to the next message (error feedback).
 """
 
 from collections.abc import Callable
@@ -16,32 +16,32 @@ from accelfn.collectives.neighbors import Work, start_spread, start_swap
 from accelfn.world import World
 
 BLOCK = 128
-"""Numbers per scale; the scale takes a byte, 0.06 bits per number."""
+"""Number of floats with the same scale; the scale takes one byte, 0.06 bits per float."""
 _NOT_FINITE = -128
-"""The exponent that marks a block with a NaN or infinite number."""
+"""The exponent of a block that contains NaN or infinity."""
 _SMALLEST, _LARGEST = -126, 127
 
 
 def num_bytes(count: int, bits: int) -> int:
-    """Return the bytes of `count` quantized numbers, a multiple of `BLOCK`."""
+    """Return the number of bytes of `count` quantized floats; a multiple of `BLOCK`."""
     return count * bits // 8 + count // BLOCK
 
 
 def quantize(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Round numbers to `bits` bits, to the nearest value.
+    """Quantize rows of floats to integers of `bits` bits, rounded to the nearest value.
 
     Args:
-        values: rows of floating-point numbers, each a multiple of `BLOCK` long.
-        bits: the size of a number.
+        values: rows of floats; the length of a row is a multiple of `BLOCK`.
+        bits: the bits of an integer.
 
-    Returns: rows of bytes: integers, then exponents.
+    Returns: a row of bytes for each row: first the integers, then the exponents of the scales.
     """
     rows = values.shape[0]
     blocks = values.reshape(rows, -1, BLOCK)
     most = (1 << (bits - 1)) - 1
     largest = blocks.abs().amax(-1)
     fraction, exponent = torch.frexp(largest / most)
-    exponent -= (fraction == 0.5).int()  # an exact power of two
+    exponent -= (fraction == 0.5).int()  # largest / most is itself a power of two
     exponent = exponent.clamp(_SMALLEST, _LARGEST)
     is_finite = largest.isfinite()
     exponent = torch.where(is_finite, exponent, 0)
@@ -54,7 +54,7 @@ def quantize(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def dequantize(codes: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Restore numbers from rows of bytes; a block with a non-finite number becomes NaN."""
+    """Return the floats of rows of bytes; a block that contained NaN or infinity becomes NaN."""
     rows, size = codes.shape
     count = size * BLOCK // (BLOCK * bits // 8 + 1)
     split = [count * bits // 8, count // BLOCK]
@@ -68,7 +68,7 @@ def dequantize(codes: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tens
 
 
 def _power(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a power of two per block; one per number would take ten times as long."""
+    """Return a power of two for each block; computing it for each float takes 10 times longer."""
     ones = torch.ones(exponent.shape, dtype=dtype, device=exponent.device)
     return torch.ldexp(ones, exponent).unsqueeze(-1)
 
@@ -94,29 +94,30 @@ def _unpack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack([low, high], -1)
 
 
-# Weighted mean over ranks of quantized numbers.
+# Weighted mean of a vector over ranks, sent as quantized floats.
 #
-# Two halves, like a ring all-reduce. First each rank sends every other rank its part of the
-# numbers, quantized, and sums the parts that it receives in full precision. Then each rank
-# sends the mean of its part to all ranks, quantized again. Each number is sent twice for any
-# number of ranks. The rank that rounds keeps the rounding error and sends it the next time.
+# It has two halves, like a ring all-reduce. First the vector is split into one part per rank:
+# each rank sends the quantized parts to their ranks, and sums the parts that it receives in
+# full precision. Then each rank quantizes the mean of its part, and sends it to all ranks. So
+# each float is sent twice, for any number of ranks. The rank that rounds a float keeps the
+# rounding error, and adds it to its next message.
 
 
 _OF_WEIGHT = 8
-"""Bytes of the weight, a float64 at the end of each message."""
+"""Number of bytes of the weight: a float64 at the end of each message."""
 
 
 def part_size(count: int, ranks: int) -> int:
-    """Return the numbers that each rank sums: equal on all ranks, in whole blocks."""
+    """Return how many floats each rank sums: equal on all ranks, and a multiple of `BLOCK`."""
     return max(1, -(-count // (ranks * BLOCK))) * BLOCK
 
 
 def start_parts(
     flat: torch.Tensor, weight: Number, ranks: World, bits: int, *, label: str
 ) -> tuple[Pending, torch.Tensor]:
-    """Begin the first half: send each rank its part of a vector.
+    """Start the first half: send each rank its part of a vector.
 
-    Returns: the input of `start_mean`, and the rounding error of the vector.
+    Returns: a `Pending` of the argument `rows` of `start_mean`, and the vector's rounding error.
     """
     count, size = flat.numel(), part_size(flat.numel(), ranks.size)
     rows = flat.new_zeros(ranks.size, size)
@@ -137,17 +138,17 @@ def start_mean(
     *,
     label: str,
 ) -> tuple[Pending, torch.Tensor, torch.Tensor]:
-    """Begin the second half: send all ranks the mean of this rank's part.
+    """Start the second half: send the mean of this rank's part to all ranks.
 
     Args:
         rows: the result of the first half.
         ranks: the ranks that take part.
-        bits: the size of a number.
+        bits: the bits of a quantized float.
         dtype: the dtype of the sum.
         label: the operation, for errors.
 
-    Returns: the input of `mean_of`, the rounding error of this rank's part of the mean, and
-        the total weight. If the total weight is 0, the mean is 0.
+    Returns: a `Pending` of the argument `codes` of `mean_of`, the rounding error of this rank's
+        part of the mean, and the total weight. If the total weight is 0, the mean is 0.
     """
     codes, error, total = reduce_quantized(rows, bits, dtype)
     return _start_exchange(start_spread, codes[0], ranks, label), error, total
@@ -156,7 +157,7 @@ def start_mean(
 def reduce_quantized(
     rows: torch.Tensor, bits: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a part's quantized mean, its rounding error, and the total weight."""
+    """Return the quantized mean of a part over the ranks, its rounding error, and the weight."""
     codes, weight_bytes = rows.split([rows.shape[1] - _OF_WEIGHT, _OF_WEIGHT], 1)
     weights = weight_bytes.reshape(-1).clone().view(torch.float64).unsqueeze(1)
     total = weights.sum()
@@ -167,7 +168,7 @@ def reduce_quantized(
 
 
 def mean_of(codes: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the mean from the second half, including the padding of the last part."""
+    """Return the mean from the second half as a vector, including the padding at its end."""
     return dequantize(codes, bits, dtype).view(-1)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Point-to-point exchanges: a ring, and all-to-all messages for Gloo.
+"""Point-to-point exchanges: a ring of ranks, and all-to-all by messages for Gloo.
 
-In the ring each rank passes tensors to the next while it computes with the current tensors.
+In the ring, each rank sends its current tensors to the next rank while it computes with them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,16 +15,16 @@ from accelfn.world import World
 
 
 def owners(ranks: World) -> list[int]:
-    """Return the owners of the tensors that a rank holds, in order, its own first."""
+    """Return the owners of the tensors that pass this rank in a ring, in order, itself first."""
     return [(ranks.rank - hop) % ranks.size for hop in range(ranks.size)]
 
 
 def pass_ring(
     tensors: Sequence[torch.Tensor], ranks: World, *, label: str
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield every rank's tensors, in the order of `owners`.
+    """Pass tensors around a ring; yield every rank's tensors, in the order of `owners`.
 
-    The next tensors are in flight while the caller uses the yielded tensors.
+    While the caller uses the yielded tensors, the next tensors are already being sent.
 
     Args:
         tensors: tensors of one dtype, with the same shapes on all ranks.
@@ -40,18 +40,18 @@ def pass_ring(
 
 
 class Homewards:
-    """Sums that follow the tensors around the ring and end at their owner."""
+    """Sums that go around the ring: each rank adds to them, and they end at their owner."""
 
     def __init__(
         self, like: Sequence[torch.Tensor], ranks: World, *, label: str
     ) -> None:
-        """Begin with zeros of the dtype and shapes of each rank's tensors."""
+        """Start with sums of 0, with the dtype and shapes of the tensors `like`."""
         self._like, self._ranks, self._label = like, ranks, label
         self._begun = torch.zeros_like(_flat(like))
         self._coming: _RingStep | None = None
 
     def add(self, parts: Sequence[torch.Tensor], columns: slice) -> None:
-        """Add to the current owner's sums, at `columns` of dim 2, and pass them on."""
+        """Add `parts` to the current sums, in `columns` of dim 2, and send on the sums."""
         sums = self._begun if self._coming is None else self._coming.arrived()
         for total, part in zip(_split_flat(sums, self._like), parts, strict=True):
             total[:, :, columns] += part
@@ -64,7 +64,7 @@ class Homewards:
 
 
 class _RingStep:
-    """A vector in flight to the next rank, and the vector from the previous rank."""
+    """A step of the ring: sends a vector to the next rank, and receives the previous rank's."""
 
     def __init__(self, outgoing: torch.Tensor, ranks: World, label: str) -> None:
         size = ranks.size
@@ -95,20 +95,21 @@ def _split_flat(
     return tuple(p.view(tensor.shape) for p, tensor in zip(parts, like, strict=True))
 
 
-# Asynchronous exchange of rows that uses links in both directions at once.
+# An asynchronous exchange of rows that uses both directions of a link at the same time.
 #
-# Gloo's all-to-all and all-gather send before they post their receives. The later of two
-# ranks finds the other's request, sends all its data, and queues its own request behind the
-# data, so the two directions are used one after the other. Here each rank posts all receives
-# before it sends. On a link of 1 Mbit/s this made an exchange of 8-bit numbers a fifth faster.
+# Gloo's all-to-all and all-gather send before they post their receives. The later of two ranks
+# finds the other's request, sends all of its data, and queues its own request behind this
+# data. So the two directions of the link are used one after the other. Here each rank posts all
+# receives before it sends. On a link of 1 Mbit/s, an exchange of 8-bit numbers took a fifth
+# less time.
 
 
 _TAG_OF_PAIRS = 0x6163
-"""Message tag, different from the tags of a user's loop."""
+"""The tag of accelfn's messages; a user's own messages should have other tags."""
 
 
 class Work(Protocol):
-    """A collective in flight."""
+    """A collective that has been started."""
 
     def wait(self) -> object:
         """Wait until the collective is complete."""
@@ -116,7 +117,7 @@ class Work(Protocol):
 
 
 def start_swap(got: torch.Tensor, outgoing: torch.Tensor, ranks: World) -> Work:
-    """Start an all-to-all: send each rank a row, and receive a row from each."""
+    """Start an all-to-all: send one row to each rank, and receive one row from each rank."""
     if _by_gloo(got, ranks):
         return _Messages(got, outgoing, ranks)
     work = dist.all_to_all_single(got, outgoing, group=ranks.group, async_op=True)
@@ -132,13 +133,13 @@ def start_spread(got: torch.Tensor, row: torch.Tensor, ranks: World) -> Work:
 
 
 def _by_gloo(got: torch.Tensor, ranks: World) -> bool:
-    # Gloo sends device tensors in collectives, but not in messages
+    # Gloo sends tensors of accelerators in collectives, but not in point-to-point messages
     on_host = got.device.type == "cpu"
     return on_host and ranks.connection.backend(got.device) == "gloo"
 
 
 class _Messages:
-    """Messages of one row to and from each other rank."""
+    """Point-to-point messages: one row to each other rank, and one row from each."""
 
     def __init__(self, got: torch.Tensor, outgoing: torch.Tensor, ranks: World) -> None:
         peers = [(ranks.rank + hop) % ranks.size for hop in range(1, ranks.size)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Labeled collectives on lists of tensors, packed into one buffer per dtype.
 
-One call sends any number of tensors in a contiguous buffer. Non-contiguous tensors are safe;
-Gloo would silently reduce them wrongly.
+One call sends any number of tensors in a contiguous buffer. So tensors need not be
+contiguous, although Gloo would silently reduce non-contiguous tensors wrongly.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ from accelfn.errors import ArgumentError, CollectiveMismatchError, LossError
 from accelfn.world import World
 
 _TOGETHER = 16
-"""Numbers of the first message of a sum by name: six for the names, and five metrics."""
+"""Length of the first message of `sum_named`: 6 numbers for the names, 10 for five metrics."""
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -51,12 +51,12 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def split_vector(
     flat: torch.Tensor, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Split a packed vector into parts with the shapes of `tensors`."""
+    """Split a packed vector into tensors with the shapes of `tensors`."""
     return _unflatten_dense_tensors(flat, tensors)
 
 
 def places_by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[int]]:
-    """Return the places of the tensors of each dtype, in the order of the first ones."""
+    """Return the indices of the tensors of each dtype; dtypes in order of first occurrence."""
     places: dict[torch.dtype, list[int]] = {}
     for i, tensor in enumerate(tensors):
         places.setdefault(tensor.dtype, []).append(i)
@@ -64,7 +64,7 @@ def places_by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[i
 
 
 def unpack_(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Write a packed vector's elements back into its tensors."""
+    """Copy the elements of a packed vector back into the tensors."""
     sizes = [tensor.numel() for tensor in tensors]
     parts = flat.split(sizes)
     views = [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]
@@ -79,11 +79,11 @@ _MOVED = frozenset(
         *(torch.complex64, torch.complex128),
     }
 )
-"""Dtypes that Gloo sends; other dtypes are sent as bytes."""
+"""Dtypes that Gloo can send; tensors of other dtypes are sent as bytes."""
 
 
 def _as_sendable(flat: torch.Tensor) -> torch.Tensor:
-    """View a tensor as a dtype that every backend sends."""
+    """View a tensor in a dtype that every backend can send."""
     return flat if flat.dtype in _MOVED else flat.view(torch.uint8)
 
 
@@ -96,7 +96,7 @@ def sum_(flat: torch.Tensor, world: World, *, label: str) -> None:
 
 
 def start_sum_(flat: torch.Tensor, world: World, *, label: str) -> Callable[[], None]:
-    """Start to sum one contiguous tensor over all ranks, in place; return its wait function."""
+    """Start to sum a contiguous tensor over all ranks, in place; return a function that waits."""
     world = check_same_tensors(world, "all_reduce", label, [flat])
     if world.size == 1:
         return lambda: None
@@ -165,8 +165,8 @@ def all_gather_rows(
     """Return the rows of every rank, concatenated in rank order, in one call per dtype.
 
     Args:
-        tensors: this rank's tensors; all dimensions but dim 0 are equal on all ranks.
-        counts: for each tensor, the rows of each rank.
+        tensors: this rank's tensors; all dims except dim 0 are equal on all ranks.
+        counts: for each tensor, the number of rows of each rank.
         world: the ranks that take part.
         label: the operation, for errors.
     """
@@ -190,7 +190,7 @@ def all_gather_rows(
 
 
 def _pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Pad a tensor with rows of zeros."""
+    """Append rows of zeros to a tensor, up to `rows` rows."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     if len(plain) == rows:
         return plain
@@ -202,7 +202,7 @@ def _pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 def broadcast_bytes(
     data: bytes | None, world: World, *, label: str, root: int = 0
 ) -> bytes:
-    """Return the bytes of rank `root`; other ranks pass None."""
+    """Send the bytes of rank `root` to all ranks, and return them; other ranks pass None."""
     if data is not None and world.size == 1:
         return data
     world = check_same_tensors(world, "broadcast_bytes", label, root=root)
@@ -216,7 +216,7 @@ def broadcast_bytes(
 def scatter_bytes(
     parts: Sequence[bytes] | None, world: World, *, label: str, root: int = 0
 ) -> bytes:
-    """Return this rank's part from rank `root`; other ranks pass None."""
+    """Send each rank its bytes from rank `root`, and return them; other ranks pass None."""
     if parts is not None and world.size == 1:
         return parts[0]
     world = check_same_tensors(world, "scatter_bytes", label, root=root)
@@ -236,14 +236,14 @@ def scatter_bytes(
 
 
 def _as_tensor(data: bytes, length: int) -> torch.Tensor:
-    """Return bytes as a tensor, padded with zeros to a length."""
+    """Return bytes as a uint8 tensor, padded with zeros to a length."""
     if not length:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
 
 
 def barrier(world: World, *, label: str = "barrier") -> None:
-    """Wait until every rank arrives; errors quote `label`."""
+    """Wait until every rank has called `barrier`; error messages show `label`."""
     check_world("barrier", world)
     all_reduce_([torch.zeros(1, device=world.device)], world, label=label)
 
@@ -256,14 +256,15 @@ def sum_named(
     label: str,
     noun: str,
 ) -> dict[str, list[float]]:
-    """Return the sums over all ranks of the numbers under each name.
+    """Return, for each name, the sums of its numbers over all ranks.
 
     Args:
-        numbers: equally many numbers for each name; ranks may order the names differently.
-        world: the ranks that add.
+        numbers: a list of numbers for each name, of the same length for all names. Ranks must
+            have the same names, in any order.
+        world: the ranks whose numbers are added.
         kind: the collective's name when ranks compare their calls.
         label: the operation, for errors.
-        noun: the named things, for errors.
+        noun: what is named, for errors, such as "metrics".
 
     Raises:
         CollectiveMismatchError: ranks have different names.
@@ -274,7 +275,7 @@ def sum_named(
         *_fingerprint(json.dumps(names)),
         *(x for name in names for x in numbers[name]),
     )
-    # equally long on all ranks: Gloo aborts a process that receives too much
+    # all ranks send messages of equal length, because Gloo aborts a process that gets too much
     first, rest = values[:_TOGETHER], values[_TOGETHER:]
     first = (*first, *(0 for _ in range(_TOGETHER - len(first))))
     totals = _sum_numbers(first, world, label)
@@ -294,14 +295,14 @@ def _sum_numbers(numbers: Sequence[Number], world: World, label: str) -> list[fl
 
 
 def _adds_on(world: World) -> torch.device:
-    """Return the device for sums in float64: the host for a single rank."""
+    """Return the device for float64 sums: the CPU for a single rank or a device without float64."""
     has_no_float64 = world.device.type == "mps"
     use_host = world.size == 1 or has_no_float64
     return torch.device("cpu") if use_host else readable(world.device)
 
 
 def _in_a_row(numbers: Sequence[Number], device: torch.device) -> torch.Tensor:
-    """Stack numbers into a vector on a device; host numbers are copied together."""
+    """Return numbers as a vector on a device, with one copy for all numbers on the CPU."""
     on_device = {
         i: number
         for i, number in enumerate(numbers)
@@ -331,10 +332,11 @@ def _fingerprint(text: str) -> list[int]:
 
 
 def _differ(sums: Sequence[float], world: World) -> bool:
-    """Return whether ranks have different numbers; then the sum of squares is too large.
+    """Return whether ranks have different numbers, from the sums of `_fingerprint` over ranks.
 
-    By the Cauchy-Schwarz inequality. The sums are integers below 2**53, thus exact, and all
-    ranks get the same answer.
+    By the Cauchy-Schwarz inequality, (number of ranks) * (sum of squares) is the square of the
+    sum only if all ranks have the same number. The sums are integers below 2**53, so they are
+    exact, and all ranks get the same result.
     """
     numbers = [int(total) for total in sums]
     pairs = zip(numbers[:3], numbers[3:], strict=True)
@@ -342,9 +344,9 @@ def _differ(sums: Sequence[float], world: World) -> bool:
 
 
 def is_same_text(text: str, world: World, *, label: str) -> bool:
-    """Return whether all ranks have the same text, by summing six numbers.
+    """Return whether all ranks have the same text, from one sum of six numbers over the ranks.
 
-    The cost does not depend on the number of ranks. Two different texts are taken as equal
+    The message size does not depend on the number of ranks. Two different texts count as equal
     with probability 1 in 2**48.
     """
     flat = _in_a_row(_fingerprint(text), _adds_on(world))
@@ -356,8 +358,8 @@ def _refuse_names(names: list[str], world: World, label: str, noun: str) -> NoRe
     rows_by_rank = gather_text(json.dumps(names), world, label=label)
     rows = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows_by_rank))
     msg = (
-        f"Rank {world.rank} of {world.size}: the ranks have {noun} of different names,"
-        f" which cannot be added:\n{rows}"
+        f"Rank {world.rank} of {world.size}: the ranks have {noun} with different names, so"
+        f" they cannot be added. Use the same names on all ranks:\n{rows}"
     )
     raise CollectiveMismatchError(msg)
 
@@ -381,10 +383,10 @@ def gather_bytes(data: bytes, world: World, *, label: str) -> list[bytes]:
     return [content[i * longest : i * longest + n] for i, n in enumerate(counts)]
 
 
-# Reductions of tensors of one dtype with equal results on every backend.
+# Reductions of tensors of one dtype, with the same results on every backend.
 #
-# Gloo does not know every dtype, adds 8-bit integers in 8 bits, and keeps or drops NaN
-# depending on the order of the ranks.
+# Gloo does not support every dtype, and adds 8-bit integers in 8 bits. Its minimum and maximum
+# keep or drop NaN depending on the order of the ranks.
 
 
 _OPS = {
@@ -400,7 +402,7 @@ _WIDER = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
 }
-"""Wider dtypes that Gloo reduces; sums and products wrap around as in the original dtype."""
+"""Dtypes that Gloo cannot reduce, and the dtype to use instead; results wrap around as before."""
 _REAL = frozenset(
     {
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -415,22 +417,22 @@ def check_reducible(dtypes: Collection[torch.dtype], op: object) -> None:
     """Raise unless ranks can reduce these dtypes with `op`.
 
     Raises:
-        ArgumentError: the dtype cannot be reduced, or `op` is unknown.
+        ArgumentError: a dtype cannot be reduced with `op`, or `op` is unknown.
     """
     if not isinstance(op, str) or op not in _OPS:
         msg = f"af.all_reduce(op={op!r}): expected one of {', '.join(map(repr, _OPS))}."
         raise ArgumentError(msg)
     for dtype in dtypes:
         if dtype in _COMPLEX and op not in ("sum", "mean"):
-            msg = f"af.all_reduce(op={op!r}): {dtype} has no order, and no product across ranks."
+            msg = f'af.all_reduce(op={op!r}): for {dtype}, use op="sum" or op="mean".'
             raise ArgumentError(msg)
         if dtype not in _REAL | _COMPLEX:
-            msg = f"af.all_reduce: ranks cannot reduce {dtype}; convert it to another dtype."
+            msg = f"af.all_reduce: {dtype} cannot be reduced. Convert to another dtype first."
             raise ArgumentError(msg)
 
 
 def check_weight(op: str, weight: object, bucket_cap_mb: object) -> None:
-    """Raise unless a reduction is a mean, and its weight is a number.
+    """Raise if `weight` or `bucket_cap_mb` of a reduction is invalid; both may be None.
 
     Raises:
         ArgumentError: the reduction is not a mean, the weight is not a number of at least 0,
@@ -441,8 +443,8 @@ def check_weight(op: str, weight: object, bucket_cap_mb: object) -> None:
     if op != "mean" or weight is None:
         option = "weight" if weight is not None else "bucket_cap_mb"
         msg = (
-            f"af.all_reduce({op!r}, {option}=...): only a mean by weight has it; give"
-            ' "mean" and weight=.'
+            f"af.all_reduce({op!r}, {option}=...): {option} is only for weighted means. Write"
+            ' af.all_reduce(values, world, "mean", weight=...).'
         )
         raise ArgumentError(msg)
     if isinstance(weight, torch.Tensor):
@@ -460,13 +462,13 @@ def check_weight(op: str, weight: object, bucket_cap_mb: object) -> None:
 
 
 def as_floats(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert a tensor to a dtype that can represent its mean."""
+    """Return a tensor in a dtype that can represent its mean: integers become float64."""
     is_float = tensor.is_floating_point() or tensor.is_complex()
     return tensor.detach() if is_float else tensor.to(torch.float64)
 
 
 def in_default_floats(tensor: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """Return a mean in its tensor's dtype, or the default dtype for integers."""
+    """Return the mean of a tensor; for an integer tensor, convert it to the default dtype."""
     is_float = tensor.is_floating_point() or tensor.is_complex()
     return mean if is_float else mean.to(torch.get_default_dtype())
 
@@ -474,14 +476,14 @@ def in_default_floats(tensor: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
 def reduce_same(
     same: Sequence[torch.Tensor], world: World, op: str, label: str
 ) -> Sequence[torch.Tensor]:
-    """Reduce tensors of one dtype over all ranks; return parts of one vector."""
+    """Reduce tensors of one dtype over all ranks; the results are views of one vector."""
     return start_reduce_same(same, world, op, label)()
 
 
 def start_reduce_same(
     same: Sequence[torch.Tensor], world: World, op: str, label: str
 ) -> Callable[[], Sequence[torch.Tensor]]:
-    """Start to reduce tensors of one dtype; return a function that waits for them."""
+    """Start to reduce tensors of one dtype; return a function that waits for the results."""
     dtype = same[0].dtype
     as_integers = op in ("min", "max") and dtype.is_floating_point
     flat = pack(same)
@@ -512,7 +514,7 @@ def start_reduce_same(
 def _start_all_reduce(
     flat: torch.Tensor, world: World, op: str, label: str
 ) -> Callable[[], object]:
-    """Start to reduce a vector in place; return its wait function."""
+    """Start to reduce a vector in place; return a function that waits for the result."""
     numbers = torch.view_as_real(flat) if flat.dtype.is_complex else flat
     with naming(label, world):
         work = dist.all_reduce(numbers, op=_OPS[op], group=world.group, async_op=True)
@@ -525,7 +527,7 @@ def _start_all_reduce(
 
 
 def _dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the sum for a mean."""
+    """Return the dtype of the sum that a mean is computed from."""
     if dtype in (torch.float16, torch.bfloat16):
         return torch.float32
     return dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
@@ -540,7 +542,7 @@ _ORDERED = {
 
 
 def _integers(floats: torch.Tensor, op: str) -> torch.Tensor:
-    """Map floats to integers of the same order; NaN wins every comparison."""
+    """Map floats to integers of the same order, such that NaN is the minimum or maximum."""
     wide, integer = _ORDERED[floats.dtype]
     limits = torch.iinfo(integer)
     bits = floats.to(wide).view(integer)
@@ -550,14 +552,14 @@ def _integers(floats: torch.Tensor, op: str) -> torch.Tensor:
 
 
 def _floats(integers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Map integers back to floats."""
+    """Map the integers of `_integers` back to floats."""
     wide, integer = _ORDERED[dtype]
     limits = torch.iinfo(integer)
     bits = integers ^ ((integers >> (limits.bits - 1)) & limits.max)
     return bits.view(wide).to(dtype)
 
 
-# Weighted mean over ranks, in place, in buffers of a bounded size.
+# Weighted means over ranks, in place, in buffers of limited size.
 
 
 _MIB = 1 << 20
@@ -571,15 +573,16 @@ def average_(
     label: str,
     bucket_cap_mb: float | None = None,
 ) -> None:
-    """Set floating-point tensors to their mean over ranks by weight, in place.
+    """Replace floating-point tensors by their weighted mean over the ranks, in place.
 
-    The weight is sent at the end of each buffer. If the weight is 0 on all ranks, they compute
-    the plain mean. Integer tensors are unchanged. For a DTensor, the local shard is averaged.
+    The weight is sent at the end of each buffer. If the weight is 0 on all ranks, the result
+    is the unweighted mean. Integer tensors are unchanged. For a DTensor, the local shard is
+    averaged.
 
     Args:
         tensors: tensors with equal shapes and dtypes on all ranks.
         weight: this rank's weight, 0 or more.
-        world: the ranks that average.
+        world: the ranks to average over.
         label: the operation, for errors.
         bucket_cap_mb: the size of a buffer in MiB; None uses one buffer per dtype.
     """
@@ -597,15 +600,15 @@ def _average_bucket_(
     same: Sequence[torch.Tensor], weight: Number, world: World, label: str
 ) -> None:
     dtype = same[0].dtype
-    # dtypes below float32 cannot represent a weight, so average in float32
+    # 16-bit dtypes cannot represent large weights, so average in float32
     wide = dtype if dtype.itemsize >= 4 else torch.float32
     factor = torch.zeros(1, dtype=wide, device=world.device) + weight
-    factor = factor.to(same[0].device)  # parts may lie on the host
+    factor = factor.to(same[0].device)  # offloaded shards are on the CPU
     flat = pack([*same, factor.to(dtype)]).to(wide)
     flat[-1:] = 1
     flat.mul_(factor)
     sum_(flat, world, label=label)
-    # the check waits for a device, so a positive number on the host needs none
+    # the check waits for the device; a positive Python number needs no check
     may_be_zero = isinstance(weight, torch.Tensor) or weight == 0
     if may_be_zero and not is_positive(flat[-1].real):
         _average_bucket_(same, 1, world, label)
@@ -619,7 +622,7 @@ def _buckets(
 ) -> Iterator[Sequence[torch.Tensor]]:
     """Yield lists of tensors of one dtype that fit in a buffer, in order.
 
-    A larger contiguous tensor is split into pieces.
+    A contiguous tensor that is larger than the buffer is split into pieces.
     """
     if bucket_cap_mb is None:
         yield tensors
@@ -639,13 +642,13 @@ def _buckets(
         yield bucket
 
 
-# Differentiable all-gather; its backward pass is a collective and is differentiable, too.
+# A differentiable all-gather. Its backward pass is a collective that is also differentiable.
 
 
 def gather_with_grad(
     rows: torch.Tensor, counts: Sequence[int], worlds: tuple[World, World], label: str
 ) -> torch.Tensor:
-    """Gather all ranks' rows; the gradient of a rank's rows is summed over all ranks.
+    """Gather the rows of all ranks; in the backward pass, sum the rows' gradients over ranks.
 
     Args:
         rows: this rank's rows.
@@ -657,7 +660,7 @@ def gather_with_grad(
 
 
 class _Gather(torch.autograd.Function):
-    """An all-gather; its backward pass sums the gradients of this rank's part over the ranks."""
+    """An all-gather; its backward pass sums the gradients of this rank's rows over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, *options: Any) -> torch.Tensor:
@@ -673,7 +676,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _SumOfMine(torch.autograd.Function):
-    """A reduce-scatter, the transpose of an all-gather."""
+    """A reduce-scatter: the sum over ranks of the gradients of this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, everyone: torch.Tensor, *options: Any) -> torch.Tensor:
@@ -693,16 +696,17 @@ class _SumOfMine(torch.autograd.Function):
         return everyone, None, None, None
 
 
-# Collectives in a loss: ranks may have different numbers of samples, or only a stand-in.
+# Collectives in a loss: ranks may have different numbers of samples, or only a filler sample.
 
 
 def uneven_counts(world: World, label: str) -> list[int] | None:
-    """Return each rank's number of samples in a loss; None if equal or outside a loss.
+    """Return each rank's number of samples in a loss; None if equal, or outside a loss.
 
-    All ranks know without a collective whether shares differ. If no rank of this world has a
-    sample, as can happen in a part of a world, all stand-ins count equally: None.
+    If no rank of this world has a sample, as can happen in a part of a world, it returns None,
+    and filler samples count as samples.
 
-    Cost: one all-gather of an integer, only if shares differ.
+    Cost: one all-gather of an integer, only if ranks have different numbers of samples. The
+    ranks know this without a collective.
     """
     counts = _counts(world, label)
     if not counts or (None not in counts and len({*counts}) == 1):
@@ -715,37 +719,38 @@ def uneven_counts(world: World, label: str) -> list[int] | None:
 
 
 def check_stand_ins(call: str, world: World) -> None:
-    """Raise in a loss without `sample_weight`, if a rank has only a stand-in.
+    """Raise if a rank has only a filler sample and the loss has no argument `sample_weight`.
 
     Raises:
-        LossError: the values of stand-ins would count; all ranks raise it.
+        LossError: the values of filler samples would count; all ranks raise this error.
     """
     counts = _counts(world, call)
     without = [rank for rank, count in enumerate(counts) if count == 0]
     asks = not without or world.connection.activity.samples.is_weighed
     if not asks and len(without) < len(counts):
         msg = (
-            f"{call}: rank {', '.join(map(str, without))} has no sample in this pass, and the"
-            " stand-in that it computes with would count. Write def loss_fn(model, batch, *,"
-            " sample_weight), and multiply by sample_weight, which is 0 for a stand-in."
+            f"{call}: rank {', '.join(map(str, without))} has no sample in this pass. It"
+            " computes with a filler sample instead, which would count in the result. Write"
+            " def loss_fn(model, batch, *, sample_weight), and multiply the values by"
+            " sample_weight, which is 0 for filler samples."
         )
         raise LossError(msg)
 
 
 def warn_of_parts(world: World, label: str) -> None:
-    """Warn in a loss on one of several micro-batches: a collective covers only its samples."""
+    """Warn if a loss calls a collective that covers only one of several micro-batches."""
     samples = world.connection.activity.samples
     if samples is not None and not samples.is_whole:
         advise(
-            f"A loss calls the collective {label!r} in an update of several micro-batches: the"
-            " loss couples only the samples of one micro-batch, so it depends on their number."
-            " Compute the statistic of the whole batch before the step, or leave out"
-            " af.accumulate, and use af.checkpoint_activations() to save memory."
+            f"The loss calls the collective {label!r} in an update with several micro-batches."
+            " The collective covers only one micro-batch, so the loss depends on the number of"
+            " micro-batches. Compute the statistic of the whole batch before the step, or use"
+            " af.checkpoint_activations() instead of af.accumulate to save memory."
         )
 
 
 def _counts(world: World, label: str) -> Sequence[int | None]:
-    """Return each share's number of samples in a loss; () outside a loss."""
+    """Return the number of samples of each rank's share in a loss; () outside a loss."""
     check_world(label, world)
     activity = world.connection.activity
     if activity.samples is None or world.size == 1:
@@ -754,36 +759,37 @@ def _counts(world: World, label: str) -> Sequence[int | None]:
     return activity.samples.counts()
 
 
-# All-gather and reduce-scatter for Gloo by all-to-all.
+# All-gather and reduce-scatter for Gloo, implemented with all-to-all.
 #
-# Gloo's all-gather passes parts round a ring, one round per other rank, and its reduce-scatter
-# sums everything on all ranks. On two processes a gather of 800 kB took 0.3 ms of processor
-# time by all-to-all and 0.8 ms by Gloo's all-gather. A reduce-scatter took 0.3 and 1.2 ms. For
-# 25 MB the gathers took equal time, and the reduce-scatters 6 and 15 ms.
+# Gloo's all-gather passes tensors around a ring, one round per other rank, and its
+# reduce-scatter computes all sums on all ranks. On two processes, a gather of 800 kB took 0.3 ms
+# of CPU time with all-to-all and 0.8 ms with Gloo's all-gather. A reduce-scatter took 0.3 ms
+# and 1.2 ms. For 25 MB both gathers took equal time, and the reduce-scatters 6 ms and 15 ms.
 #
-# Messages take about 0.6 of an all-to-all's time for large tensors if ranks arrive together.
-# Otherwise, such as between the units of a model, they take longer than an all-to-all.
+# Point-to-point messages take about 0.6 times as long as an all-to-all, for large tensors and
+# if all ranks start at the same time. If they do not, as between the units of a model,
+# messages take longer than an all-to-all.
 
 
 _TAG_OF_GLOO = 0x6167
-"""Message tag, different from the tags of a user's loop."""
+"""The tag of accelfn's messages; a user's own messages should have other tags."""
 
 
 def carries(group: Any, device: torch.device) -> bool:
-    """Return whether Gloo is a group's backend for host tensors."""
+    """Return whether a group sends tensors on this device with Gloo, which needs the CPU."""
     if device.type != "cpu":
         return False
     return group._get_backend(device).name() == "gloo"
 
 
 def gather_(vector: torch.Tensor, part: torch.Tensor, group: Any) -> None:
-    """All-gather parts into a vector, in rank order; `part` may be a view of it."""
+    """All-gather the parts of all ranks into `vector`; `part` may be a view of `vector`."""
     rows = part.repeat(group.size())
     dist.all_to_all_single(vector, rows, group=group)
 
 
 def reduce_scatter_(part: torch.Tensor, vector: torch.Tensor, group: Any) -> None:
-    """Reduce-scatter a vector into `part`, summed in rank order."""
+    """Sum `vector` over the ranks, in rank order, and store this rank's slice in `part`."""
     rows = torch.empty_like(vector).view(group.size(), *part.shape)
     dist.all_to_all_single(rows.view_as(vector), vector, group=group)
     torch.sum(rows, 0, dtype=part.dtype, out=part)
@@ -792,13 +798,13 @@ def reduce_scatter_(part: torch.Tensor, vector: torch.Tensor, group: Any) -> Non
 def reduce_to_holders_(
     tensors: Sequence[torch.Tensor], holders: Sequence[int], group: Any
 ) -> None:
-    """Sum each tensor over the ranks on its holder; other ranks keep their values.
+    """Sum each tensor over all ranks, in place, on one rank; other ranks keep their tensor.
 
     Each rank posts all receives before it sends.
 
     Args:
         tensors: contiguous tensors with the same shapes on all ranks.
-        holders: for each tensor, the rank of the group that gets the sum.
+        holders: for each tensor, the rank in the group that gets the sum.
         group: the process group.
     """
     size, rank = group.size(), group.rank()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas: ranks compare checksums of tensors that should be equal on all of them."""
+"""Replicas: ranks compare checksums of tensors that must be equal on all ranks."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,8 +17,8 @@ from accelfn.world import World
 from accelfn.world.world import fold_axes
 
 _CREATED = (
-    "Give TrainState.create a factory, which draws equal values on all ranks, or load the same"
-    " weights on every rank."
+    "Pass a function to TrainState.create(model=...), which then creates equal values on all"
+    " ranks, or load the same weights on every rank."
 )
 
 
@@ -31,17 +31,17 @@ def check_replicas(
     trainable: Collection[str] | None = None,
     sums: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Raise unless all ranks hold tensors of the same names, shapes, dtypes and values.
+    """Raise unless all ranks have tensors with the same names, shapes, dtypes and values.
 
     Args:
         tensors: the tensors by name.
         world: the ranks that compare.
         label: the operation, for errors.
-        values: whether to compare values, too.
-        trainable: names of trained parameters, which must be equal on all ranks.
-        sums: checksums of values that were whole before.
+        values: whether to compare values in addition to names, shapes and dtypes.
+        trainable: names of the trained parameters, which must be equal on all ranks.
+        sums: checksums of the full tensors, if each rank has only shards now.
 
-    Cost: a sum over every tensor, and two small all-reduces.
+    Cost: one pass over every tensor, and two small all-reduces.
 
     Raises:
         ReplicaMismatchError: the ranks differ; the error shows the first difference.
@@ -67,7 +67,7 @@ def check_values(
     advice: str,
     sums: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Raise unless all ranks hold the same values; names, shapes and dtypes must be equal.
+    """Raise unless all ranks have the same values, given equal names, shapes and dtypes.
 
     Raises:
         ReplicaMismatchError: the values differ; the error names the first tensor.
@@ -93,7 +93,7 @@ def check_rows(
 ) -> None:
     """Raise unless all ranks have the same names and texts, in the same order.
 
-    Cost: one sum of six numbers; two all-gathers of the texts if they differ.
+    Cost: one all-reduce of six numbers. If the ranks differ, two all-gathers of the texts.
 
     Raises:
         ReplicaMismatchError: the ranks differ; the error shows the first difference.
@@ -108,7 +108,7 @@ def check_rows(
 def _tables_apart(
     lines: list[str], world: World, *, label: str
 ) -> dict[int, list[str]]:
-    """Return the lines of all ranks, by rank, if they differ; else nothing."""
+    """Return each rank's lines by rank if the ranks differ; otherwise an empty dict."""
     text = "\n".join(lines)
     if is_same_text(text, world, label=label):
         return {}
@@ -119,16 +119,16 @@ def _tables_apart(
 def refuse_difference(
     tables: Mapping[int, Sequence[str]], noun: str, advice: str
 ) -> None:
-    """Raise for the first row that differs in the ranks' tables.
+    """Raise if the ranks' tables differ.
 
     Raises:
-        ReplicaMismatchError: the error has the row of each rank.
+        ReplicaMismatchError: the error shows each rank's version of the first different row.
     """
     for place in range(max(map(len, tables.values()), default=0)):
         rows = {rank: [*t, "nothing"][min(place, len(t))] for rank, t in tables.items()}
         if len(set(rows.values())) > 1:
             lines = "\n".join(f"  rank {rank}: {row}" for rank, row in rows.items())
-            msg = f"The ranks hold {noun}; the first difference is:\n{lines}\n{advice}"
+            msg = f"The ranks have {noun}; the first difference is:\n{lines}\n{advice}"
             raise ReplicaMismatchError(msg)
 
 
@@ -140,10 +140,10 @@ def check_sums(
     label: str,
     is_first: bool,
 ) -> None:
-    """Raise unless all ranks hold bitwise equal sums and weights.
+    """Raise unless a transform's `reduce` returned bitwise equal sums and weights on all ranks.
 
-    Cost: a sum over every tensor and a small all-reduce, at the first call and in a checked
-    world. Simulated ranks always compare, without a collective.
+    Cost: one pass over every tensor and a small all-reduce, but only at the first call or in a
+    checked world. Simulated ranks always compare, without a collective.
 
     Raises:
         ReplicaMismatchError: the ranks differ; the error shows the first difference.
@@ -167,17 +167,17 @@ def check_sums(
 
 
 _SUMS = (
-    "Return grads.with_sums(sums, weight) of values that are bitwise equal on all ranks, such"
-    " as the results of af.all_reduce and af.all_gather."
+    "From the transform's `reduce`, return grads.with_sums(sums, weight) with values that are"
+    " bitwise equal on all ranks, such as results of af.all_reduce and af.all_gather."
 )
 
 
 def sums_of(
     tensors: Iterable[torch.Tensor], world: World, *, label: str
 ) -> torch.Tensor:
-    """Return checksums; for a sharded tensor, of all shards of this rank's copy.
+    """Return a checksum of each tensor; that of a sharded tensor covers all of its shards.
 
-    With sharded tensors it is a collective.
+    With sharded tensors this call is a collective.
     """
     leaves = list(tensors)
     checksums = (checksum(tree.local(tensor)) for tensor in leaves)
@@ -194,19 +194,19 @@ def sums_of(
 
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-"""The integer dtype for the bits of an element, by its size; 8 bytes are two words."""
+"""The integer dtype that views an element's bits as words; an 8-byte element is two words."""
 _CHUNK = 1 << 15
-"""Words at a time on the CPU: the results stay in a processor's cache and in one thread."""
+"""Words per call on the CPU: few enough for the processor's cache and for one thread."""
 _LARGE_CHUNK = 1 << 22
-"""Words at a time on other devices, because each call costs more."""
+"""Words per call on other devices, where a call costs more."""
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a number that depends on every bit of a tensor, and on its place.
+    """Return a checksum that depends on every bit of a tensor and on the bit's position.
 
-    Each word of bits is multiplied by an odd number for its place, modulo 2**64. The upper
-    half is mixed into the lower half before the sum. So exchanged elements, and opposite
-    differences of two elements, do not cancel out.
+    Each word is multiplied by an odd number for its position, modulo 2**64. Before the sum,
+    the upper half of each product is mixed into its lower half. So the checksum changes if two
+    elements are exchanged, or if opposite numbers are added to two elements.
 
     Cost: a few passes over the tensor, without a copy.
     """
@@ -215,7 +215,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg()
     plain = torch.view_as_real(plain) if plain.is_complex() else plain
     flat = plain.contiguous().reshape(-1)
-    # a single element may keep a stride of 2, which prevents the view as two words
+    # a tensor of one element may have stride 2, which cannot be viewed as two words
     words = flat.as_strided(flat.shape, (1,)).view(_WORDS[flat.element_size()])
     length = _CHUNK if words.is_cpu else _LARGE_CHUNK
     factors = _odd(torch.arange(min(len(words), length), device=words.device))
@@ -228,7 +228,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _odd(places: torch.Tensor) -> torch.Tensor:
-    """Return a pseudo-random odd number for each place."""
+    """Return a pseudo-random odd number for each position."""
     numbers = (places + 1) * 0x1E3779B97F4A7C15
     numbers = _mix_bits(numbers) * 0x3F58476D1CE4E5B9
     return _mix_bits(numbers) | 1
@@ -238,17 +238,17 @@ def _mix_bits(numbers: torch.Tensor) -> torch.Tensor:
     return numbers ^ (numbers >> 32)
 
 
-# Full tensors of sharded tensors; one call gathers many of them.
+# Full tensors from sharded tensors; one collective gathers many tensors.
 
 
 _MOST = 32 << 20
-"""Bytes of full tensors that one call gathers; a larger tensor has a call of its own."""
+"""Bytes of full tensors that one collective gathers; a larger tensor is gathered alone."""
 
 
 def gather_full(
     tensors: Mapping[str, torch.Tensor], world: World, *, label: str
 ) -> dict[str, torch.Tensor]:
-    """Return full tensors: plain tensors unchanged, and sharded tensors by `by_calls`."""
+    """Return full tensors: plain tensors as they are, and sharded tensors gathered."""
     full = dict(tensors)
     for group in by_calls(tensors, world, label=label):
         full |= group
@@ -258,19 +258,20 @@ def gather_full(
 def by_calls(
     tensors: Mapping[str, torch.Tensor], world: World, *, label: str
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the full tensors of sharded tensors, as many at once as one call gathers.
+    """Gather sharded tensors; yield the full tensors of one collective at a time.
 
-    A collective: all ranks must iterate to the end. The full tensors are on the world's device.
+    All ranks must iterate to the end, because each step is a collective. The full tensors are
+    on the world's device.
 
     Args:
         tensors: the tensors by name, the same on all ranks.
         world: the ranks with the shards.
         label: the operation, for errors.
 
-    Law: bitwise equal to the tensors before sharding.
+    Law: the full tensors are bitwise equal to the tensors before sharding.
 
-    Cost: for each axis a gather for every 32 MiB of full tensors of one dtype, at most twice as
-        many; for a tensor with shards of another kind, torch's own collectives.
+    Cost: for each axis, about one gather for every 32 MiB of full tensors of one dtype, and at
+        most twice as many. A tensor that the user sharded differently uses torch's collectives.
     """
     parts: dict[str, Any] = {n: t for n, t in tensors.items() if tree.is_shard(t)}
     if not parts:
@@ -288,9 +289,9 @@ def by_calls(
 
 
 def _in_turn(tensor: Any) -> bool:
-    """Return whether a tensor is sharded as layouts shard: along the last axis first.
+    """Return whether a tensor is sharded as a `Layout` shards it: along the last axis first.
 
-    If a dim is sharded along two axes, the shards along the last axis have equal lengths.
+    If a dim is sharded along two axes, the shards along the last axis must have equal lengths.
     """
     placements = list(enumerate(tensor.placements))
     for place, placement in placements:
@@ -308,7 +309,7 @@ def _in_turn(tensor: Any) -> bool:
 
 
 def _gather_groups(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield the names of the tensors that one call gathers."""
+    """Yield groups of names; one collective gathers the tensors of a group."""
     groups: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
         groups.setdefault((tensor.dtype, tree.cut_axes(tensor)), []).append(name)
@@ -331,7 +332,7 @@ def _gather_shards(
     parts = {name: tree.local(tensor).detach() for name, tensor in tensors.items()}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     axes = tree.cut_axes(next(iter(tensors.values())))
-    for axis in axes:  # a shard along "tp" is sharded along "dp_shard"
+    for axis in axes:  # a shard along "tp" is sharded again along "dp_shard"
         ranks = world.along(axis)
         cuts = {n: _dim(tensor, axis) for n, tensor in tensors.items()}
         inner = {
@@ -350,7 +351,7 @@ def _dim(tensor: Any, axis: str) -> int:
 
 
 def _inner(tensor: Any, axes: tuple[str, ...], dim: int, world: World) -> int:
-    """Return the number of equal parts of a dim along the given axes."""
+    """Return into how many equal parts a dim is split along the given axes."""
     same = [axis for axis in axes if _dim(tensor, axis) == dim]
     return math.prod(world.along(axis).size for axis in same)
 
@@ -362,16 +363,18 @@ def _along(
     ranks: World,
     label: str,
 ) -> dict[str, torch.Tensor]:
-    """Return the joined parts of all ranks, of tensors that are cut as by `torch.chunk`.
+    """Gather the shards of tensors that were split as by `torch.chunk`, and concatenate them.
 
     Args:
-        parts: this rank's parts.
-        dims: the dim at which each tensor is cut.
-        lengths: the length of all parts together, at that dim.
-        ranks: the ranks with the parts, in order.
+        parts: this rank's shards.
+        dims: the dim along which each tensor is split.
+        lengths: the length of the concatenated tensor in that dim.
+        ranks: the ranks with the shards, in order.
         label: the operation, for errors.
     """
-    rooms = {n: -(-lengths[n] // ranks.size) for n in parts}  # of the first rank
+    rooms = {
+        n: -(-lengths[n] // ranks.size) for n in parts
+    }  # length of the largest shard
     blocks = [_pad_dim(part, dims[n], rooms[n]) for n, part in parts.items()]
     flat = torch.cat([tensor.reshape(-1) for tensor in blocks]).to(ranks.device)
     rows = all_gather_list(flat, ranks, label=label)
@@ -387,7 +390,7 @@ def _along(
 
 
 def _pad_dim(part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Pad a part to the length of the longest."""
+    """Pad a shard with zeros in one dim, up to a length."""
     if part.shape[dim] == length:
         return part.contiguous()
     shape = [*part.shape]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives on trees of tensors: dicts, lists, tuples, dataclasses and attrs records of them.
+"""Collectives on trees of tensors: dicts, lists, tuples, dataclasses, attrs records.
 
-Arguments are unchanged, and no result shares memory with them. A world of 1 gives the same
-shapes as a world of N.
+A collective does not change its arguments, and no result shares memory with them. A world of
+one rank returns the same shapes as a world of many ranks.
 """
 
 import math
@@ -59,40 +59,42 @@ def all_gather(
     grad: bool = False,
     label: str = "all_gather",
 ) -> T:
-    """Return every rank's tensors, joined along dim 0 in rank order, on all ranks.
+    """Concatenate every rank's tensors along dim 0, in rank order, on all ranks.
 
     Args:
-        values: a tree of tensors, of the same shapes and dtypes on all ranks. Scalars are
-            joined to a vector with one element per rank.
+        values: a tree of tensors, with the same shapes and dtypes on all ranks. A scalar on
+            each rank becomes a vector with one element per rank.
         world: the ranks that take part.
         ragged: whether ranks may have different numbers of rows; the other dims are equal.
-        grad: whether the result is differentiable, any number of times. A rank's tensor then
-            gets the sum of all ranks' gradients for its part, as a contrastive loss needs.
-            Either all ranks or none pass tensors that require gradients, and every rank's
-            loss must use each result, because the backward pass is a collective.
+        grad: whether the result has gradients, also of higher order, as a contrastive loss
+            needs. The gradient of a rank's tensor is the sum over all ranks of the gradients
+            of its rows. Either all ranks or no rank may pass tensors that require gradients,
+            and every rank's loss must use each result, because the backward pass is a
+            collective.
         label: the operation, for errors and logs.
 
-    Law: splitting the result into the ranks' parts gives the values back. Gradients, of any
-    order, equal those of one process for the sum of all ranks' losses.
+    Law: splitting the result by rank returns every rank's values. Gradients of any order are
+    equal to those of one process for the sum of all ranks' losses.
 
-    Cost: one all-gather per dtype; with `ragged` one more, of the lengths, and each padded to
-    the longest rank; with `grad`, one per tensor, and an all-reduce in the backward pass.
+    Cost: one all-gather per dtype. With `ragged`, also one all-gather of the lengths, and
+    tensors are padded to the longest rank. With `grad`, one all-gather per tensor, and an
+    all-reduce in the backward pass.
 
     Raises:
-        ArgumentError: a leaf is not a dense tensor; see `all_gather_objects`.
+        ArgumentError: a leaf is not a dense tensor; for objects use `all_gather_objects`.
     """
     leaves = tensors_of(values, label, world)
     rows = [leaf if leaf.ndim else leaf.reshape(1) for leaf in leaves]
     num_samples = uneven_counts(world, label)
     if not grad:
         _warn_of_lost_gradients(leaves, label, world)
-    # with uneven shares in a loss, ranks have any number of rows
+    # in a loss with uneven shares, ranks have different numbers of rows
     is_ragged = ragged or num_samples is not None
     kind = f"all_gather{'(ragged=True)' * is_ragged}{'(grad=True)' * grad}"
     free = 0 if is_ragged else None
     ready = check_same_call(world, kind, label, values, free=free, grad=grad)
     if num_samples is not None and not num_samples[world.rank]:
-        rows = [row[:0] for row in rows]  # those of a stand-in
+        rows = [row[:0] for row in rows]  # drop the rows of filler samples
     counts = [[len(row)] * world.size for row in rows]
     if is_ragged and rows:
         sizes = torch.tensor([len(row) for row in rows], device=readable(world.device))
@@ -108,9 +110,9 @@ def all_gather(
 
 
 def join_rows(values: T, counts: Sequence[int], world: World, *, label: str) -> T:
-    """Return every rank's rows, joined; each rank has `counts[rank]` rows of every tensor.
+    """Concatenate the rows of every rank; rank r has `counts[r]` rows of every tensor.
 
-    Cost: one gather per dtype, padded to the longest rank.
+    Cost: one gather per dtype, with tensors padded to the longest rank.
     """
     rows = tensors_of(values, label, world)
     world = check_same_call(world, label, label, values, free=0)
@@ -128,31 +130,31 @@ def all_reduce(
     bucket_cap_mb: float | None = None,
     label: str = "all_reduce",
 ) -> T:
-    """Return tensors combined over all ranks, element by element, on all ranks.
+    """Reduce tensors over all ranks, element by element; all ranks get the result.
 
-    The result has no gradient; `all_gather(grad=True)` gives one.
+    The result has no gradient. For a gradient use `all_gather(grad=True)`.
 
     Args:
-        values: a tree of tensors, of the same shapes and dtypes on all ranks.
+        values: a tree of tensors, with the same shapes and dtypes on all ranks.
         world: the ranks that take part.
-        op: "sum", "mean", "min", "max" or "product". A mean of integers is a float, summed in
-            float64, and a mean of 16-bit floats is summed in float32; a sum counts booleans.
-            The minimum and the maximum are NaN if a rank has NaN.
+        op: "sum", "mean", "min", "max" or "product". A mean of integers is a float and is
+            computed in float64; a mean of 16-bit floats is computed in float32. A sum of
+            booleans counts True. Minimum and maximum are NaN if any rank has NaN.
         weight: this rank's weight in a mean, 0 or more, such as its number of samples or
-            tokens. Either all ranks or none give a weight. If all weights are 0, all ranks
-            count equally.
-        bucket_cap_mb: the size in MiB of the buffers of a mean by weight; None uses one buffer
+            tokens. Either all ranks or no rank may pass a weight. If all weights are 0, the
+            result is the unweighted mean.
+        bucket_cap_mb: the size in MiB of the buffers of a weighted mean; None uses one buffer
             per dtype.
         label: the operation, for errors and logs.
 
-    Law: a mean is exact also for large numbers, and a mean by weight is the mean of the
-    samples; other results equal torch's for one tensor.
+    Law: a mean is exact also for large numbers. With numbers of samples as weights, it is the
+    mean over all samples. Other results are equal to torch's all-reduce.
 
-    Cost: one all-reduce per dtype; by weight one per buffer, and memory for one buffer.
+    Cost: one all-reduce per dtype. With a weight, one per buffer, and memory for one buffer.
 
     Raises:
-        ArgumentError: `op` is unknown, a leaf is not a tensor, `op` does not apply to complex
-            numbers, or a weight is given for another `op` than "mean".
+        ArgumentError: `op` is unknown or not possible for complex numbers, a leaf is not a
+            tensor, or a weight is passed and `op` is not "mean".
     """
     leaves = tensors_of(values, label, world)
     check_reducible({leaf.dtype for leaf in leaves}, op)
@@ -179,26 +181,26 @@ def all_reduce(
 def start_all_reduce(
     values: Any, world: World, op: Op = "sum", *, label: str = "all_reduce"
 ) -> Pending:
-    """Start an `all_reduce` and return a pending result; its `wait()` returns the result.
+    """Start an `all_reduce`, and return a `Pending`; its method `wait()` returns the result.
 
-    The values may change after the call. You can keep the pending result in a slot:
-    `state.copy()`, `af.save` and every reader of the state wait for it, and a transform's
-    `finalize` can wait at the end of a loop. All ranks must start their collectives in the same
-    order, and may wait at any time.
+    You may change the values after the call. You can keep the `Pending` in a slot:
+    `state.copy()`, `af.save` and all other readers of the state wait for its result, and a
+    transform's `finalize` can wait at the end of a loop. All ranks must start their
+    collectives in the same order, but may wait at any time.
 
     Args:
-        values: a tree of tensors, of the same shapes and dtypes on all ranks.
+        values: a tree of tensors, with the same shapes and dtypes on all ranks.
         world: the ranks that take part.
-        op: as `all_reduce`.
+        op: the reduction, as in `all_reduce`.
         label: the operation, for errors and logs.
 
-    Law: the result is bitwise equal to that of `all_reduce`.
+    Law: the result is bitwise equal to the result of `all_reduce`.
 
-    Cost: that of `all_reduce`, in parallel with the program; memory for one copy of the values
-    until they arrive.
+    Cost: the same as `all_reduce`, but the program continues meanwhile; memory for one copy of
+    the values until the result arrives.
 
     Raises:
-        ArgumentError: as `all_reduce`.
+        ArgumentError: in the same cases as `all_reduce`.
 
     Example:
         >>> world = World.single(device="cpu")
@@ -229,15 +231,15 @@ def start_all_reduce(
 
 
 def broadcast(values: T, world: World, *, root: int = 0, label: str = "broadcast") -> T:
-    """Return the tensors of rank `root`, on all ranks.
+    """Send the tensors of rank `root` to all ranks, and return them.
 
     Args:
-        values: a tree of tensors, of the same shapes and dtypes on all ranks.
+        values: a tree of tensors, with the same shapes and dtypes on all ranks.
         world: the ranks that take part.
-        root: the rank whose values count.
+        root: the rank that sends its values.
         label: the operation, for errors and logs.
 
-    Law: a second broadcast changes nothing.
+    Law: a broadcast of the result returns the same values.
 
     Cost: one broadcast per dtype.
     """
@@ -263,25 +265,27 @@ def pad_across(
     first: bool = False,
     label: str = "pad_across",
 ) -> T:
-    """Pad tensors in one dimension to the longest of all ranks.
+    """Pad tensors in one dim to the largest size that a rank has.
 
     Args:
-        values: a tree of tensors; all dimensions but `dim` are equal on all ranks.
+        values: a tree of tensors; all dims except `dim` are equal on all ranks.
         world: the ranks that take part.
-        dim: the dimension; a negative number counts from the last.
+        dim: the dim to pad; a negative number counts from the last dim.
         value: the value of the padding.
-        first: whether the padding comes before the values.
+        first: whether to pad at the start instead of the end.
         label: the operation, for errors and logs.
 
-    Cost: one gather of the lengths.
+    Cost: one gather of the sizes.
 
     Raises:
-        ArgumentError: a tensor has no such dimension, or its dtype cannot hold the value.
+        ArgumentError: a tensor has no such dim, or its dtype cannot represent the value.
     """
     leaves = tensors_of(values, label, world)
     for leaf in leaves:
         if not is_integer(dim) or not -leaf.ndim <= dim < leaf.ndim:
-            msg = f"af.pad_across(dim={dim!r}): a tensor has the shape {tuple(leaf.shape)}."
+            msg = (
+                f"af.pad_across(dim={dim!r}): no such dim in shape {tuple(leaf.shape)}."
+            )
             raise ArgumentError(msg)
         _check_holds(leaf.dtype, value)
     world = check_same_call(world, "pad_across", label, values, free=dim)
@@ -302,25 +306,27 @@ def pad_across(
 
 
 def _check_holds(dtype: torch.dtype, value: Any) -> None:
-    """Raise unless a dtype has the value; a float may be rounded, but not to infinity."""
+    """Raise unless a dtype can represent a value; a float may be rounded, but not to infinity."""
     holds = False
     if isinstance(value, AnyNumber):
-        with suppress(RuntimeError, ValueError, OverflowError):  # errors of torch
+        with suppress(
+            RuntimeError, ValueError, OverflowError
+        ):  # torch rejects the value
             result = torch.full((), cast("Any", value), dtype=dtype).item()
-            # as text, because NaN is not equal to itself
+            # also compared as text, because NaN is not equal to itself
             holds = result == value or str(result) == str(value)
             if dtype.is_floating_point or dtype.is_complex:
                 holds = holds or abs(cast("Any", value)) <= torch.finfo(dtype).max
     if not holds:
-        msg = f"af.pad_across(value={value!r}): a tensor of {dtype} cannot hold it."
+        msg = f"af.pad_across(value={value!r}): tensors of {dtype} cannot contain this value."
         raise ArgumentError(msg)
 
 
 def any_rank(flag: object, world: World, *, label: str = "any_rank") -> bool:
-    """Return whether the flag is true on any rank, the same on all.
+    """Return whether the flag is true on at least one rank; all ranks get the same result.
 
     Raises:
-        ArgumentError: the flag has no truth value, such as a tensor of several elements.
+        ArgumentError: `bool(flag)` fails, for example for a tensor of several elements.
     """
     check_world("af.any_rank", world)
     value = torch.tensor(int(_truth(flag, label)), device=readable(world.device))
@@ -329,10 +335,10 @@ def any_rank(flag: object, world: World, *, label: str = "any_rank") -> bool:
 
 
 def all_ranks(flag: object, world: World, *, label: str = "all_ranks") -> bool:
-    """Return whether the flag is true on every rank, the same on all.
+    """Return whether the flag is true on every rank; all ranks get the same result.
 
     Raises:
-        ArgumentError: as `any_rank`.
+        ArgumentError: `bool(flag)` fails, for example for a tensor of several elements.
     """
     return not any_rank(not _truth(flag, label), world, label=label)
 
@@ -341,7 +347,7 @@ def _truth(flag: object, label: str) -> bool:
     try:
         return bool(flag)
     except (RuntimeError, ValueError, TypeError) as error:  # torch, numpy, anything
-        msg = f"{label}: the flag is neither true nor false: {error}"
+        msg = f"{label}: expected True or False, but bool(flag) fails: {error}"
         raise ArgumentError(msg) from error
 
 
@@ -349,7 +355,7 @@ def check_root(name: str, root: int, world: World) -> None:
     """Raise unless `root` is a rank of the world.
 
     Raises:
-        ArgumentError: it is not, or the world is not a World.
+        ArgumentError: `root` is not such a rank, or the world is not a World.
     """
     check_world(f"af.{name}", world)
     if not is_integer(root, 0) or root >= world.size:
@@ -358,7 +364,7 @@ def check_root(name: str, root: int, world: World) -> None:
 
 
 def tensors_of(values: Any, label: str, world: World) -> list[torch.Tensor]:
-    """Return the leaves of a tree, in the same order on all ranks.
+    """Return the tensors of a tree, in the same order on all ranks.
 
     Raises:
         ArgumentError: a leaf is not a dense tensor.
@@ -367,8 +373,9 @@ def tensors_of(values: Any, label: str, world: World) -> list[torch.Tensor]:
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             msg = (
-                f"{label}: a leaf is a {type(leaf).__name__}; expected tensors. Use"
-                " af.all_gather_objects or af.broadcast_object for objects."
+                f"{label}: the values contain a {type(leaf).__name__}, but this call can send"
+                " only tensors. For other objects, use af.all_gather_objects or"
+                " af.broadcast_object."
             )
             raise ArgumentError(msg)
         _check_dense(leaf, label, world)
@@ -378,14 +385,14 @@ def tensors_of(values: Any, label: str, world: World) -> list[torch.Tensor]:
 def _warn_of_lost_gradients(
     leaves: Sequence[torch.Tensor], label: str, world: World
 ) -> None:
-    """Warn in a loss of a collective that ends the gradient."""
+    """Warn if a loss passes tensors with gradients to a collective without gradients."""
     if world.connection.activity.samples is None or not torch.is_grad_enabled():
         return
     if any(leaf.requires_grad for leaf in leaves):
         advise(
-            f"A loss calls the collective {label!r} with tensors that require gradients, and the"
-            " result has none. To train through it, gather the rows by af.all_gather(values,"
-            " world, grad=True) and compute with these. Otherwise pass values.detach()."
+            f"The loss calls the collective {label!r} with tensors that require gradients, but"
+            " the result has no gradient. If you need a gradient, use af.all_gather(values,"
+            " world, grad=True) and compute with its result. Otherwise pass values.detach()."
         )
 
 
@@ -399,8 +406,9 @@ def _check_dense(leaf: torch.Tensor, label: str, world: World) -> None:
     for name in ("meta", "quantized", "nested"):
         kind = name if getattr(leaf, f"is_{name}") else kind
     msg = (
-        f"{label}: a leaf is a {kind} tensor; expected dense tensors with values. Pass its"
-        " parts, or call to_dense() or dequantize()."
+        f"{label}: the values contain a {kind} tensor, but this call can send only dense tensors"
+        " with values. Call to_dense() or dequantize(), or pass the dense tensors that it"
+        " consists of."
     )
     raise ArgumentError(msg)
 
@@ -410,35 +418,35 @@ def _by_dtype(
     leaves: Sequence[torch.Tensor],
     how: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
 ) -> Any:
-    """Map the leaves of a tree by `how`, all leaves of a dtype at once."""
+    """Return a tree with new leaves; `how` maps all leaves of one dtype in one call."""
     results: dict[int, torch.Tensor] = {}
     for places in places_by_dtype(leaves).values():
         results.update(zip(places, how([leaves[i] for i in places]), strict=True))
     return tree.with_leaves(values, [results[i] for i in range(len(leaves))])
 
 
-# Collectives on objects: plain data and tensors, as bytes.
+# Collectives on objects: plain data and tensors.
 #
-# They are sent as safetensors and JSON. Pickle, which can run the sender's code, is used only
-# with `pickle=True`.
+# Objects are sent as bytes of safetensors and JSON. Pickle can run code from the sender, so it
+# is used only with `pickle=True`.
 
 
 def all_gather_objects(
     value: Any, world: World, *, pickle: bool = False, label: str = "all_gather_objects"
 ) -> list[Any]:
-    """Return every rank's object in rank order, on all ranks.
+    """Return a list of every rank's object, in rank order, on all ranks.
 
     Args:
-        value: tensors, strings, numbers, booleans, None, and dicts, lists and tuples of them;
-            ranks may pass different values.
+        value: a tensor, string, number, boolean or None, or dicts, lists and tuples of these.
+            Ranks may pass different values.
         world: the ranks that take part.
-        pickle: whether to pickle other objects; use it only if you trust all ranks.
+        pickle: whether to send any object with pickle; use it only if you trust all ranks.
         label: the operation, for errors and logs.
 
     Cost: a gather of the lengths, and a gather of the bytes, padded to the longest.
 
     Raises:
-        PlainDataError: the value is another object and `pickle` is False, or pickle fails.
+        PlainDataError: `pickle` is False and the value has another type, or pickle fails.
         CollectiveMismatchError: not all ranks pass the same `pickle`.
     """
     check_stand_ins("af.all_gather_objects", world)
@@ -458,9 +466,9 @@ def broadcast_object(
     pickle: bool = False,
     label: str = "broadcast_object",
 ) -> Any:
-    """Return the object of rank `root`, on all ranks; the values of other ranks are ignored.
+    """Send the object of rank `root` to all ranks, and return it; other values are ignored.
 
-    Args, Raises: as `all_gather_objects`.
+    Arguments and errors are the same as for `all_gather_objects`; `root` is the rank that sends.
 
     Cost: a broadcast of the length, and a broadcast of the bytes.
     """
@@ -476,16 +484,16 @@ def broadcast_object(
 def scatter(
     values: Sequence[Any] | None, world: World, *, root: int = 0, label: str = "scatter"
 ) -> Any:
-    """Give each rank its value from rank `root`.
+    """Send one value from rank `root` to each rank, and return this rank's value.
 
     Args:
-        values: on `root`, a list with a tree of tensors and plain data for each rank, of any
-            shapes; ignored on other ranks.
+        values: on `root`, a list with one value per rank: a tree of tensors and plain data, with
+            any shapes. Ignored on other ranks.
         world: the ranks that take part.
-        root: the rank with the values.
+        root: the rank that sends the values.
         label: the operation, for errors and logs.
 
-    Law: gathering the scattered values gives them back.
+    Law: gathering the returned values results in the original list.
 
     Cost: a broadcast of the lengths, and a scatter of the bytes, padded to the longest.
 
@@ -510,8 +518,8 @@ def _check_one_each(name: str, values: object, world: World) -> None:
     if count != world.size:
         actual = type(values).__name__ if count is None else f"{count} values"
         msg = (
-            f"af.{name}: rank {world.rank} gave {actual} for {world.size} ranks; expected a"
-            " list or a tuple with one value for each."
+            f"af.{name}: rank {world.rank} passed {actual} for {world.size} ranks; expected a"
+            " list or a tuple with one value for each rank."
         )
         raise ArgumentError(msg)
 
@@ -522,7 +530,7 @@ def _call_name(kind: str, *, pickle: bool) -> str:
 
 _PICKLED = b"pickle"
 _PLAIN = b"plain "
-"""The first bytes of a message: ranks with different `pickle=` must not read it."""
+"""The first bytes of a message; they detect that ranks passed different values of `pickle=`."""
 
 
 def _serialize(value: Any, *, pickle: bool) -> bytes:
@@ -534,10 +542,10 @@ def _serialize(value: Any, *, pickle: bool) -> bytes:
             raise PlainDataError(msg) from error
     try:
         return _PICKLED + _pickle.dumps(value)
-    except Exception as error:  # an object's own method may raise anything
+    except Exception as error:  # an object's own pickle method may raise any error
         msg = (
-            f"pickle=True: {type(value).__name__} cannot be pickled: {error}. Pass its parts,"
-            " and functions of a module."
+            f"pickle=True: a {type(value).__name__} cannot be pickled: {error}. Pass an object"
+            " that pickle supports, such as a dict, or a function defined in a module."
         )
         raise PlainDataError(msg) from error
 
@@ -546,12 +554,12 @@ def _deserialize(data: bytes, world: World, *, pickle: bool) -> Any:
     kind, inside = data[: len(_PLAIN)], data[len(_PLAIN) :]
     if kind != (_PICKLED if pickle else _PLAIN):
         msg = (
-            f"Rank {world.rank} of {world.size} reads with pickle={pickle} an object that was"
-            f" sent with pickle={not pickle}. Pass the same on all ranks."
+            f"Rank {world.rank} of {world.size} passed pickle={pickle}, but another rank passed"
+            f" pickle={not pickle}. Pass the same value of pickle on all ranks."
         )
         raise CollectiveMismatchError(msg)
     if pickle:
-        return _pickle.loads(inside)  # noqa: S301 - asked for by name
+        return _pickle.loads(inside)  # noqa: S301 - the user passed pickle=True
     return codec.from_bytes(inside, str(world.device))
 
 
@@ -568,20 +576,20 @@ def all_to_all(
     equal: bool = False,
     label: str = "all_to_all",
 ) -> list[T]:
-    """Send a value to each rank; return the values that the ranks sent to this rank.
+    """Send one value to each rank; return the values that the ranks sent to this rank.
 
     Args:
-        values: a tree of tensors for each rank, in rank order. All trees on all ranks have one
-            structure, with equal dtypes and numbers of dimensions; sizes may differ.
+        values: a tree of tensors for each rank, in rank order. All trees on all ranks must have
+            the same structure, dtypes and numbers of dims; sizes may differ.
         world: the ranks that take part.
-        equal: whether all shapes are equal on all ranks, so that ranks do not exchange them.
+        equal: whether all shapes are equal on all ranks. Then ranks do not exchange shapes.
         label: the operation, for errors and logs.
 
-    Returns: a list of trees, in rank order.
+    Returns: the received trees, in the order of the sending ranks.
 
-    Law: a second call gives all values back.
+    Law: a second call with the result returns the original values.
 
-    Cost: one all-to-all of the sizes, unless they are equal, and one of the bytes.
+    Cost: one all-to-all of the bytes, and before it one of the sizes, unless `equal` is True.
 
     Raises:
         ArgumentError: there is not one value for each rank, structures differ, a leaf is not a
@@ -605,13 +613,13 @@ def all_to_all(
 
 
 def _check_equal(lists: list[list[torch.Tensor]]) -> list[Shapes]:
-    """Return the shapes from each rank, if this rank sends equal shapes to all ranks."""
+    """Return the shapes from each rank: the same as this rank sends to all ranks."""
     shapes = [[list(leaf.shape) for leaf in leaves] for leaves in lists]
     for rank, shape in enumerate(shapes):
         if shape != shapes[0]:
             msg = (
                 f"af.all_to_all(equal=True): the value for rank 0 has the shapes {shapes[0]},"
-                f" the value for rank {rank} {shape}. Leave out equal."
+                f" but the value for rank {rank} has {shape}. Remove equal=True."
             )
             raise ArgumentError(msg)
     return shapes
@@ -671,8 +679,9 @@ def _check_alike(values: Sequence[object]) -> None:
         other = tree.outline(value, _kind)
         if other != first:
             msg = (
-                "af.all_to_all: expected values of one structure, with equal dtypes and numbers"
-                f" of dimensions; for rank 0 it is {first}, for rank {rank} {other}."
+                f"af.all_to_all: the value for rank 0 is {first}, but the value for rank {rank}"
+                f" is {other}. Pass values with the same structure, dtypes and numbers of dims"
+                " to all ranks."
             )
             raise ArgumentError(msg)
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is trained and how: transforms, chains and layouts, constant during a run."""
+"""The fixed settings of a state: transforms, chains, layouts, and checks of their values."""

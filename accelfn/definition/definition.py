@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The definition of a training: all parts of a state that an update does not change."""
+"""`Definition`: the parts of a state that updates do not change and checkpoints do not save."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ from accelfn.world.world import fold_axes
 if TYPE_CHECKING:
     from accelfn.definition.layout import Layout
 
-# Objects derived from a definition; they can be dropped and created again.
+# Objects that are derived from a definition, and can be created again at any time.
 
 
 Function = Callable[..., Any]
@@ -36,19 +36,19 @@ class Cache:
     """Objects that steps reuse, and flags of checks that run once per definition.
 
     Attributes:
-        engine: binds the states to PyTorch; created by `engine_of`.
-        examined: the functions of `value_and_grad` whose first call was examined.
-        keys: random keys that transforms share, by purpose, each with its seed.
-        is_compared: whether ranks were compared for equal values and equal plans.
-        is_to_compare: whether to compare the ranks again, because values were replaced.
+        engine: connects states with PyTorch's modules and optimizers; created by `engine_of`.
+        examined: loss functions for which `value_and_grad` already checked the first call.
+        keys: for each purpose, the state's seed and the random key computed from it.
+        is_compared: whether ranks already compared their values and plans.
+        is_to_compare: whether ranks must compare values again, because values were replaced.
         saw_a_batch: whether the first batch was checked.
         has_shown: whether the user read a state's tensors since the last step.
-        has_same_data: whether ranks that train on all samples were compared for equal data.
-        compared_sums: whether the result of a user's `reduce` was compared once.
-        slot_changes: how often an update replaced a transform's slot, by name.
-        loaded: the leases of the last loaded state and of the state it was loaded into.
-        looks_at: the update from which a schedule is checked for its end.
-        planned: hyperparameters set so far, while a transform's `hyper` runs.
+        has_same_data: whether ranks that train on all samples already compared their data.
+        compared_sums: whether ranks already compared the result of a user's `reduce`.
+        slot_changes: how often updates replaced a transform's slot, by name.
+        loaded: the leases of the last loaded state and of the state that was passed to load.
+        looks_at: the number of the update at which to check again whether the schedule ended.
+        planned: the hyperparameters set so far, while a transform's `hyper` runs.
     """
 
     engine: Any = None
@@ -66,30 +66,30 @@ class Cache:
     planned: dict[tuple[int, str], Any] | None = None
 
     def add_examined(self, function: Function) -> None:
-        """Note a function, as long as it lives."""
-        # Not a WeakKeyDictionary. The garbage collector may free a function at any time, and
-        # CPython swallows a Ctrl-C that arrives in a callback written in Python. A callback
-        # written in C receives no Ctrl-C.
+        """Add a function to `examined`; it is removed when the function is freed."""
+        # not a WeakKeyDictionary: the garbage collector may free a function at any time, and
+        # CPython loses a Ctrl-C that arrives in a callback written in Python. `set.discard` is
+        # written in C, where no Ctrl-C arrives
         self.examined.add(ref(function, self.examined.discard))
 
     def clear(self) -> None:
-        """Reset to an empty cache."""
-        self.examined.clear()  # the callbacks of its items keep it alive
+        """Reset all fields to their defaults."""
+        self.examined.clear()  # callbacks of its weak references would keep the set alive
         self.__init__()
 
 
 _BESIDE: dict[str, str] = dict(
     zip(arithmetic.BATCH, reversed(arithmetic.BATCH), strict=True)
 )
-"""The axis of the copies, by the axis of the ranks within a copy."""
+"""From the axis of the ranks within a copy of the model, to the axis along which copies are."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Definition:
-    """The parts of a training that do not change and are not saved.
+    """The parts of a state that do not change and are not saved: model, optimizer, setup, ...
 
-    `cache` holds derived objects that can be created again; it lives as long as the states
-    that share this definition. `rates` is the schedule, bound to the optimizer's groups.
+    `cache` has derived objects that can be created again, and exists as long as the states with
+    this definition. `rates` is the schedule for the optimizer's parameter groups.
     """
 
     skeleton: Skeleton
@@ -104,11 +104,11 @@ class Definition:
 
     @cached_property
     def layout(self) -> "Layout | None":
-        """Return how the model is sharded; None if each rank holds all of it."""
+        """Return how the model is sharded; None if each rank has the full model."""
         owners = self.setup.owners["layout"]
         if not owners:
             return None
-        # torch's DTensors cost as much to import as all of accelfn
+        # imported here, because torch's DTensor takes as long to import as accelfn
         from accelfn.definition.layout import Layout  # noqa: PLC0415
 
         metas = dict(self.skeleton.module.named_parameters())
@@ -116,22 +116,22 @@ class Definition:
 
     @cached_property
     def has_torchs_optimizer(self) -> bool:
-        """Return whether all parts of the optimizer are torch's."""
+        """Return whether the optimizer, or each part of a combined optimizer, is from torch."""
         return all(map(is_torchs, parts_of(self.optimizer)))
 
     def optimizer_over(
         self, params: Mapping[str, torch.Tensor]
     ) -> torch.optim.Optimizer:
-        """Return the optimizer over these parameters, without its state."""
+        """Return a new optimizer over these parameters, with the same settings but no state."""
         metas = self.skeleton.module.named_parameters()
         return rebuilt(self.optimizer, {id(meta): params[n] for n, meta in metas})
 
     @property
     def copy(self) -> World:
-        """Return the ranks that train one copy of the model and sum gradients.
+        """Return the ranks that train the same copy of the model, and sum their gradients.
 
-        They share one loss. If copies of several ranks train independently, these are the
-        ranks of this rank's copy.
+        The result is all ranks that share a loss. If copies of the model train independently,
+        the result is the ranks of this rank's copy.
         """
         if self.within is None:
             return self.world.loss
@@ -140,20 +140,23 @@ class Definition:
 
     @property
     def splits(self) -> World:
-        """Return the ranks of `copy`, along the axes that shard the model."""
+        """Return the ranks of `copy`, in a world whose axes are those that may shard a model."""
         world = fold_axes(self.world)
         return world.along("dp_shard") if self.trains_apart else world.loss
 
     @property
     def copies(self) -> World:
-        """Return the ranks with the same shard in the independently trained copies."""
+        """Return the ranks with the same shard as this rank, in independently trained copies."""
         if self.within is None:
             return self.world.loss
         return self.world.along(_BESIDE[self.within])
 
     @property
     def copy_of_each(self) -> tuple[int, ...]:
-        """Return each rank's copy; () unless copies of several ranks train independently."""
+        """Return the number of each rank's copy; () unless copies have several ranks.
+
+        The copies are those that train independently.
+        """
         if self.within is None or self.copy.size == 1:
             return ()
         axes, axis = self.world.axes, _BESIDE[self.within]
@@ -162,12 +165,12 @@ class Definition:
 
     @property
     def trains_apart(self) -> bool:
-        """Return whether copies of several ranks train independently."""
+        """Return whether copies of the model train independently, and can have several ranks."""
         return self.within is not None
 
     @property
     def within(self) -> str | None:
-        """Return the axis within one independently trained copy of the model, or None."""
+        """Return the axis of the ranks within one independently trained copy, or None."""
         facts = self.setup.facts
         if "stays" not in facts:
             return None
@@ -176,7 +179,10 @@ class Definition:
 
     @property
     def plan(self) -> Plan:
-        """Return the plan of samples per rank, from the setup's transforms, left to right."""
+        """Return the plan that assigns samples to ranks.
+
+        The methods `data` of the transforms change the plan, in order from left to right.
+        """
         batch = self.world.batch
         plan = Plan(world_rank=batch.rank, world_size=batch.size)
         for owner in self.setup.owners["data"]:
@@ -186,18 +192,18 @@ class Definition:
         return plan
 
 
-# Checks of the world, setup, schedule and data of a definition.
+# Checks of a definition's world, setup, schedule and data.
 
 
 _NEED_VALUES = {
-    "compiles": "needs parameters with values, and the world is on the meta device. Run a smaller"
-    ' model with values, device="cpu", or leave the transform out.',
-    "offloads": "keeps parts in the host's memory, and the world is on the meta device. Leave"
-    " cpu_offload out there: ranks send the same without it.",
+    "compiles": "needs parameters with values, but the world is on the meta device. Use a smaller"
+    ' model and device="cpu", or remove the transform.',
+    "offloads": "keeps shards in host memory, but the world is on the meta device. Remove"
+    " cpu_offload there: without it the ranks send the same.",
 }
-"""Facts that need parameter values, with the error text for the meta device."""
+"""Facts of transforms that do not work on the meta device, with the end of the error message."""
 _SEND_FEATURES = {"splits_layers", "splits_sequences"}
-"""Facts of setups that send activations between ranks."""
+"""Facts of transforms that send activations between ranks."""
 
 
 def check_setup(setup: chain, world: World) -> None:
@@ -206,7 +212,7 @@ def check_setup(setup: chain, world: World) -> None:
     Raises:
         CompositionError: a transform needs another transform that is missing.
         WorldError: ranks along an axis would all do the same work.
-        ModelError: a transform needs parameter values, and the world is on the meta device.
+        ModelError: a transform does not work on the meta device of the world.
     """
     fields = {field for field, owners in setup.owners.items() if owners}
     check_needs(setup, fields | setup.facts.keys())
@@ -215,18 +221,19 @@ def check_setup(setup: chain, world: World) -> None:
 
 
 def check_axes(setup: chain, world: World) -> None:
-    """Raise if ranks along an axis would repeat the same work.
+    """Raise if ranks along an axis would do the same work, or a transform's axis is missing.
 
     Raises:
-        WorldError: no transform divides the work along an axis, or the setup names an axis
-            that the world does not have.
+        WorldError: no transform splits the work along an axis, or the world lacks the axis
+            that a transform names.
     """
-    for axis in setup.facts.get("within", ()):
-        if world.loss.size > 1 and axis not in world.axes:
+    for owner in setup:
+        axis = facts_of(owner).get("within")
+        if axis is not None and world.loss.size > 1 and axis not in world.axes:
             msg = (
-                f"The setup reduces gradients within {axis!r}, but the world has no such axis:"
-                f" {dict(world.axes) or 'it has none'}. Write"
-                ' World.from_env(axes={"dp_replicate": 2, "dp_shard": -1}).'
+                f"{owner!r} needs a world with the axis {axis!r}, but the axes of this world"
+                f" are {dict(world.axes) or 'none'}. Create the world with this axis, for"
+                ' example World.from_env(axes={"dp_replicate": 2, "dp_shard": -1}).'
             )
             raise WorldError(msg)
     needs = {
@@ -236,18 +243,19 @@ def check_axes(setup: chain, world: World) -> None:
     for axis, (fact, advice) in needs.items():
         if world.axes.get(axis, 1) > 1 and fact not in setup.facts:
             msg = (
-                f"The world has {world.axes[axis]} ranks along {axis!r}, {dict(world.axes)},"
-                f" but all would do the same. Leave the axis out, or {advice}."
+                f"The world has the axes {dict(world.axes)}, but no transform splits the work"
+                f" along {axis!r}: its {world.axes[axis]} ranks would all do the same work."
+                f" Remove the axis, or {advice} to the setup."
             )
             raise WorldError(msg)
 
 
 def check_device(setup: chain, world: World) -> None:
-    """Raise if a transform cannot be simulated on the meta device.
+    """Raise if a transform does not work on the meta device, and the world is on this device.
 
     Raises:
-        ModelError: a transform compiles the model or offloads parameters; or ranks send
-            activations computed in another dtype.
+        ModelError: a transform compiles the model or offloads parameters, or ranks would send
+            activations with another dtype.
     """
     if world.device.type != "meta":
         return
@@ -260,9 +268,9 @@ def check_device(setup: chain, world: World) -> None:
     for owner, facts in pairs:
         if "computes_in" in facts and sends:
             msg = (
-                f"{owner!r} computes in {facts['computes_in']}, but not on the meta device, and"
-                f" {sends[0]!r} would send another dtype. Leave it out and call model.to(dtype),"
-                ' or run a smaller model with values, device="cpu".'
+                f"On the meta device {owner!r} does not compute in {facts['computes_in']}, so"
+                f" {sends[0]!r} would send another dtype. Remove {owner!r} and call"
+                ' model.to(dtype), or use a smaller model and device="cpu".'
             )
             raise ModelError(msg)
 
@@ -271,7 +279,7 @@ def check_seed(call: str, seed: object) -> None:
     """Raise unless a seed is an integer.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: the seed is not an integer.
     """
     if not is_integer(seed):
         msg = f"{call}(seed={seed!r}): expected an integer."
@@ -303,18 +311,19 @@ def check_schedule(schedule: object) -> None:
     error = None if schedule is None else call_mismatch(schedule, 0)
     if error is not None:
         msg = (
-            f"TrainState.create(schedule={qualname(schedule)}): it is called as"
-            f" schedule(update): {error}. Pass other arguments by functools.partial."
+            f"TrainState.create(schedule={qualname(schedule)}): accelfn calls this function as"
+            f" schedule(update), but it does not accept that: {error}. Set other arguments with"
+            " functools.partial."
         )
         raise ArgumentError(msg)
 
 
 def as_data(data: Any) -> Data | None:
-    """Return a data argument as `Data` or None; convert a DataLoader.
+    """Return the argument `data=` as `Data` or None; convert a DataLoader.
 
     Raises:
         ArgumentError: the argument has another type.
-        DataError: an option of the DataLoader has no counterpart.
+        DataError: an option of the DataLoader has no equivalent in `Data`.
     """
     if data is None or isinstance(data, Data):
         return data
@@ -328,17 +337,17 @@ def as_data(data: Any) -> Data | None:
 
 
 def warn_of_batch_size(value: Any, definition: Definition) -> None:
-    """Warn of a DataLoader whose batch size may be meant for one rank or micro-batch."""
+    """Warn if a DataLoader's batch size may be intended for one rank or one micro-batch."""
     plan, size = definition.plan, getattr(value, "batch_size", None)
     parts = plan.num_shares * plan.num_micro_batches
     if not isinstance(value, torch.utils.data.DataLoader) or size is None or parts == 1:
         return
     if definition.world.is_main:
         advise(
-            f"TrainState.create(data=DataLoader): its batch size, {size}, is the number of"
-            f" samples of an update, over {plan.num_shares} ranks and"
-            f" {plan.num_micro_batches} micro-batches together. If that is meant, write"
-            f" data=af.Data.from_loader(loader). If {size} is what one rank takes in one"
-            " micro-batch, as with Accelerate, write data=af.Data.from_loader(loader,"
+            f"TrainState.create(data=DataLoader): accelfn uses the loader's batch size, {size},"
+            f" as the number of samples per update, for {plan.num_shares} ranks and"
+            f" {plan.num_micro_batches} micro-batches together. If that is intended, write"
+            f" data=af.Data.from_loader(loader). If {size} is the size of one micro-batch of"
+            " one rank, as with Accelerate, write data=af.Data.from_loader(loader,"
             f" num_ranks=world.size, num_micro_batches={plan.num_micro_batches})."
         )

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Layout`: the mesh axes and dimensions that shard each parameter.
+"""`Layout`: the mesh axes and the dims along which each parameter is sharded.
 
-A state's values follow the layout: parameters, and entries of the optimizer's state and of
-slots with a parameter's name and shape. Sharded values are torch's DTensors with the full
-shape.
+The layout shards a state's parameters, and each entry of the optimizer's state or of a slot
+with a parameter's name and shape. Sharded values are torch DTensors with the full shape.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -29,20 +28,20 @@ from accelfn.world.world import fold_axes
 
 # pyright: reportPrivateUsage=false
 
-# Axes and dimensions of sharding, and the size of a shard.
+# Axes and dims of sharding, and the size of a shard.
 
 
 Cuts: TypeAlias = Mapping[str, int]
-"""The sharded dimension, by axis."""
+"""How a parameter is sharded: from the name of an axis to the sharded dim."""
 
 
 def cuts_of(
     owners: Iterable[Any], metas: Mapping[str, torch.Tensor], axes: Mapping[str, int]
 ) -> dict[str, Cuts]:
-    """Combine the transforms' layouts; return the cuts of all sharded parameters.
+    """Combine the layouts of transforms; return how each sharded parameter is sharded.
 
     Args:
-        owners: the transforms that have `layout`.
+        owners: the transforms with a method `layout`.
         metas: the parameters by name, on the meta device.
         axes: the number of ranks along each axis.
     """
@@ -62,14 +61,14 @@ def cuts_of(
 def largest_part(
     shape: Iterable[int], cuts: Cuts, axes: Mapping[str, int]
 ) -> torch.Size:
-    """Return the shape of the first rank's shard, the largest."""
+    """Return the shape of the largest shard, which is that of the first rank."""
     lengths = list(shape)
     for axis, dim in cuts.items():
         lengths[dim] = -(-lengths[dim] // axes[axis])
     return torch.Size(lengths)
 
 
-# torch has no public placement for rows of a rank's rows
+# uses a private placement of torch, because one dim may be sharded along two axes
 
 
 @attrs.frozen(eq=False)
@@ -78,8 +77,8 @@ class Layout:
 
     Attributes:
         mesh: the device mesh.
-        device: the device of the shards; the host if a transform offloads them.
-        cuts: the cuts of each sharded parameter.
+        device: the device of the shards; the CPU if a transform offloads them.
+        cuts: for each sharded parameter, the sharded dim by axis.
         shapes: the full shapes of all parameters, by name.
     """
 
@@ -92,7 +91,7 @@ class Layout:
     def of(
         cls, owners: Iterable[Any], metas: Mapping[str, torch.Tensor], world: World
     ) -> Self | None:
-        """Combine the transforms' layouts; return None if no parameter is sharded."""
+        """Create the combined layout of transforms; None if no parameter is sharded."""
         owners, world = list(owners), fold_axes(world)
         cuts = cuts_of(owners, metas, world.axes)
         if not cuts:
@@ -119,7 +118,7 @@ class Layout:
         if axis not in cuts:
             return Replicate()
         dim, first = cuts[axis], cuts.get("tp")
-        if axis == "dp_shard" and first == dim:  # rows of a rank's rows
+        if axis == "dp_shard" and first == dim:  # shards a shard along "tp" again
             return _StridedShard(dim, split_factor=self._axes["tp"])
         return Shard(dim)
 
@@ -130,17 +129,17 @@ class Layout:
 
     @cached_property
     def of_layers(self) -> "Layout":
-        """Return the layout with only tensor-parallel cuts, as ranks compute."""
+        """Return the layout of parameters during computation: sharded only along "tp"."""
         cuts = {n: {"tp": c["tp"]} for n, c in self.cuts.items() if "tp" in c}
         return attrs.evolve(self, cuts=cuts)
 
     def computed(self, name: str) -> torch.Size:
-        """Return the local shape of a parameter during computation."""
+        """Return the shape of this rank's piece of a parameter during computation."""
         cuts = self.of_layers.cuts.get(name, {})
         return largest_part(self.shapes[name], cuts, self._axes)
 
     def laid(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Wrap a tensor with the local compute shape in a DTensor."""
+        """Wrap this rank's piece of a parameter during computation in a DTensor."""
         if name not in self.of_layers.cuts:
             return tensor
         like = torch.empty(self.shapes[name], dtype=tensor.dtype, device="meta")
@@ -148,11 +147,10 @@ class Layout:
         return DTensor(tensor, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's shard of a full tensor.
+        """Copy this rank's shard of a full tensor, to the layout's device.
 
-        The shard has room for as many elements as the largest shard, because FSDP gathers
-        equal sizes. The full tensor may be on any device, or be a DTensor in the compute
-        layout. The shard is on the layout's device.
+        The shard's memory has the size of the largest shard, because FSDP gathers equal sizes.
+        The full tensor may be on any device, or be a DTensor with the layout `of_layers`.
         """
         if name not in self.cuts:
             return tensor
@@ -168,7 +166,7 @@ class Layout:
         return self.held(name, shard, tensor)
 
     def held(self, name: str, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Wrap this rank's shard in a DTensor, as states hold it."""
+        """Wrap this rank's shard in a DTensor with this layout, as a state stores it."""
         spec = self.spec(name, like)
         return DTensor(part, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
@@ -186,9 +184,9 @@ class Layout:
 def reshard_tree(
     values: Any, layout: Layout | None, shapes: Mapping[str, torch.Size], world: World
 ) -> Any:
-    """Reshard a tree of values to a layout.
+    """Reshard the tensors in a tree to a layout; without a layout, return full tensors.
 
-    Gathering shards is a collective. Resharding replicas does not communicate.
+    If tensors are sharded, this is a collective. Sharding full tensors needs no communication.
     """
     leaves: list[tuple[torch.Tensor, str | None]] = []
 
@@ -219,7 +217,7 @@ def _map_named(
     fn: Callable[[torch.Tensor, str | None], Any],
     name: str | None = None,
 ) -> Any:
-    """Map a function of a tensor and its parameter's name over a tree."""
+    """Call `fn(tensor, name)` for each tensor in a tree; `name` is that of its parameter."""
     if isinstance(values, torch.Tensor):
         return fn(values, name)
     if isinstance(values, Mapping):
@@ -235,29 +233,29 @@ def _map_named(
     return values
 
 
-# Random initialization of sharded tensors, equal to that of the full tensor.
+# Random numbers for sharded tensors, equal to those for the full tensor.
 
 
 _DRAWS = torch.Tag.nondeterministic_seeded
-"""torch's tag of random operators."""
+"""torch's tag for operators that use random numbers."""
 
 
 class WholeDraws(TorchDispatchMode):
-    """Draws random numbers for the full tensor and keeps this rank's shard.
+    """A mode that computes random numbers for full tensors, and keeps only this rank's shard.
 
-    torch would draw only the shard, from generators that are equal on all ranks, so all ranks
-    would get the same noise.
+    torch would compute random numbers only for the shard. The generators are equal on all
+    ranks, so all ranks would get the same numbers.
 
-    Cost: peak memory of one full tensor while it is drawn.
+    Cost: memory for one full tensor at a time.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator of torch; replace a random operator on a sharded tensor.
+        """Run an operator of torch, but replace random operators on sharded tensors.
 
         Raises:
-            ArgumentError: the operator draws by the values of a sharded tensor.
+            ArgumentError: the random numbers depend on the values of a sharded tensor.
         """
         kwargs = kwargs or {}
         if _DRAWS not in func.tags or not any(map(_is_split, args)):
@@ -267,9 +265,9 @@ class WholeDraws(TorchDispatchMode):
         fills = name.endswith("_")
         if not (fills or name.endswith("_like")) or any(map(_is_split, rest)):
             msg = (
-                f"torch's {name} draws by the values of a tensor that is split over the ranks,"
-                " and each has a part of them. Draw numbers and compare them, as in"
-                " torch.rand_like(tensor) < probability."
+                f"torch's {name} draws random numbers that depend on the values of a sharded"
+                " tensor, but each rank has only its shard. Compare values with random numbers"
+                " instead, as in torch.rand_like(tensor) < probability."
             )
             raise ArgumentError(msg)
         part = tree.local(like)
@@ -282,7 +280,7 @@ class WholeDraws(TorchDispatchMode):
 
 
 def _is_split(tensor: Any) -> bool:
-    """Return whether a value is a DTensor without partial sums."""
+    """Return whether a value is a DTensor, but not one of partial sums."""
     placements = tensor.placements if tree.is_shard(tensor) else ()
     return bool(placements) and not any(
         placement.is_partial() for placement in placements

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transforms: values that say what a step does, and `chain`, which composes them.
+"""Transforms: immutable records that change a step, and `chain`, which composes transforms.
 
-A transform is a frozen record of options. Its methods are fields of the table in this file,
-each for one part of a step. `@transform` makes it from a class; accelfn's own are made the
-same way. Leftmost is outermost; values flow left to right.
+A transform has options and methods. Each method changes one stage of a step; the table below
+lists all methods. The decorator `@transform` turns a class into a transform; accelfn's own
+transforms are made in the same way. In a chain, a value passes through the transforms from
+left to right. Functions are wrapped such that the leftmost transform is outermost.
 """
 
 import copy
@@ -38,33 +39,35 @@ from accelfn.base.arguments import (
 from accelfn.base.tree import is_within
 from accelfn.errors import ArgumentError, CompositionError, StateError
 
-# The fields of a transform: its methods, and the arguments that they are called with.
+# The methods that a transform can have (its fields), and their arguments.
 #
-# Fields of one shape are `(value, slot, update) -> (value, slot)`. The value flows through the
-# chain, left to right; functions are wrapped, the leftmost outermost. `slot` is the transform's
-# entry in `state.slots`, and `update` is the read-only `accelfn.state.update.Update`.
+# Most methods are `(value, slot, update) -> (value, slot)`. The value passes through the chain
+# from left to right; if the value is a function, the leftmost transform wraps it last. `slot` is
+# the transform's entry in `state.slots`, and `update` is a read-only
+# `accelfn.state.update.Update`. Below, such a method is described by its value only.
 #
 # For authors of transforms:
 #
-# `init`: `state -> slot`, the transform's entry in `state.slots`; None means no entry.
-# `grads`: one shape; the true, reduced gradients.
-# `hyper`: one shape; hyperparameters of the update, merged over the current values. A slot with
-#     the entry `reported` finds there what `af.report_metric` was given since the last update.
-# `after_update`: one shape; the state after the optimizer.
-# `reduce`: one shape, or None; turns the gradients of this rank's totals into those of all.
-# `eval_params`: one shape; the parameters that are evaluated and exported.
+# `init`: `state -> slot`, the initial entry in `state.slots`; None means no entry.
+# `grads`: the gradients of the mean loss, reduced over all ranks.
+# `hyper`: the hyperparameters of this update, as a dict that overrides the current values. If
+#     the slot is a dict with the key `reported`, the values passed to `af.report_metric` since
+#     the last update are there.
+# `after_update`: the state after the optimizer step.
+# `reduce`: the gradients of this rank's total; returns the gradients of all ranks. May be None.
+# `eval_params`: the parameters for evaluation and export.
 #
 # For authors of engines:
 #
-# `data`: `Plan -> Plan`, which ranks take which samples.
-# `loss`: one shape; wraps `(model, batch, *extras) -> loss`. The slot stays as it is.
-# `value_and_grad`: one shape; wraps `(state, batch, *extras) -> (metrics, grads)`. The slot
-#     stays as it is.
-# `finalize`: one shape; the state at the end, with deferred work done.
-# `merge`: `(slots, world) -> (weights, slot)`, merges ranks that differ, to load them.
-# `layout`: `(name, meta, axes) -> cuts`, the sharded dimension of a parameter, by axis.
+# `data`: `plan -> plan`, assigns samples to ranks.
+# `loss`: the function `(model, batch, *extras) -> loss`; must not change the slot.
+# `value_and_grad`: the function `(state, batch, *extras) -> (metrics, grads)`; must not change
+#     the slot.
+# `finalize`: the state at the end of training, with deferred work done.
+# `merge`: `(slots, world) -> (weights, slot)`, merges the different states of ranks, for loading.
+# `layout`: `(name, meta, axes) -> cuts`, the sharded dim of a parameter by axis.
 # `engine`: `state -> engine`, how the model is distributed over the ranks.
-# `module`: `(module, state) -> module`, the engine's module, which runs the loss.
+# `module`: `(module, state) -> module`, changes the engine's module, which runs the loss.
 
 
 ARGUMENTS = {
@@ -83,17 +86,17 @@ ARGUMENTS = {
     "engine": ("state",),
     "module": ("module", "state"),
 }
-"""The arguments of each field's method, except `self`."""
+"""The arguments of each method of a transform, except `self`."""
 FIELDS = tuple(ARGUMENTS)
 WRAPPERS = ("loss", "value_and_grad")
-"""Fields whose value is a function, which the leftmost transform wraps last."""
+"""Methods that wrap a function; the leftmost transform wraps last."""
 
 
 def check_fields(cls: type) -> None:
-    """Raise unless the public methods of a class are fields of a transform.
+    """Raise unless all public methods of a class are methods that transforms can have.
 
     Raises:
-        ArgumentError: a method is not a field, or has the wrong arguments.
+        ArgumentError: a method is not in the table, or has the wrong arguments.
     """
     methods = {
         name: value
@@ -104,7 +107,7 @@ def check_fields(cls: type) -> None:
         matches = difflib.get_close_matches(name, FIELDS, n=1)
         hint = f" Did you mean {matches[0]!r}?" if matches else ""
         msg = (
-            f"{cls.__name__}.{name} is not a field of a transform ({', '.join(FIELDS)})."
+            f"{cls.__name__}.{name} is not a method that transforms have ({', '.join(FIELDS)})."
             f"{hint} Start the names of helper methods with an underscore."
         )
         raise ArgumentError(msg)
@@ -112,18 +115,18 @@ def check_fields(cls: type) -> None:
         error = call_mismatch(method, "self", *ARGUMENTS[name])
         if error is not None:
             call = f"{name}(self, {', '.join(ARGUMENTS[name])})"
-            msg = f"{cls.__name__}.{name} is called as {call}, which it does not take: {error}."
+            msg = f"{cls.__name__}.{name}: accelfn calls {call}, which fails: {error}."
             raise ArgumentError(msg)
 
 
 def has_field(value: object, field: str) -> bool:
-    """Return whether a transform has `field`.
+    """Return whether a transform has the method `field`.
 
-    A transform lists fields that its options disable in `without`.
+    A transform lists methods that its options disable in its attribute `without`.
     """
     if not hasattr(type(value), field):
         return False
-    # read from the class, because a property that raises must not count as missing
+    # looks at the class, because `hasattr` of the object is false if a property raises
     return (
         not hasattr(type(value), "without") or field not in cast("Any", value).without
     )
@@ -143,15 +146,18 @@ def check_returned(
 
 
 # Attributes of a transform: class attributes, or properties that depend on its options.
-# accelfn's transforms and users' transforms use the same attributes. No code checks the type
-# or options of another transform.
 #
-# `tells`: facts of the table below, each with a true value.
-# `refuses`: by field or fact, the sentence of `chain`'s error about another transform that
-#     has it; `{other!r}` is the other transform, `{told}` its value.
-# `needs`: by field or fact, the sentence of the error if no transform of the setup has it.
-# `without`: fields that the options disable.
-# `gives_up`: laws that the transform breaks on purpose, each with its reason.
+# accelfn's transforms and users' transforms use the same attributes. A transform learns about
+# other transforms only through these attributes, never through their types or options.
+#
+# `tells`: a dict from facts of the table below to their values; a false value does not count.
+# `refuses`: a dict from methods or facts to sentences. `chain` raises an error with the sentence
+#     if another transform has the method or fact. `{other!r}` in the sentence is the other
+#     transform, and `{told}` is the fact's value.
+# `needs`: a dict from methods or facts to sentences. An error with the sentence is raised if no
+#     transform of the setup has the method or fact.
+# `without`: the methods that the options disable.
+# `gives_up`: a dict from laws that the transform violates on purpose to the reasons.
 
 
 FACTS: Mapping[str, str] = {
@@ -192,13 +198,13 @@ FACTS: Mapping[str, str] = {
     "within": "gradients are averaged only along this axis",
     "whole_gradients": "each rank keeps full gradients until the last micro-batch",
 }
-"""The meaning of each fact of a transform."""
+"""The facts that a transform can declare in `tells`, and their meaning."""
 
 ATTRIBUTES = ("tells", "refuses", "needs", "without", "gives_up")
 
 
 def facts_of(transform: Any) -> dict[str, Any]:
-    """Return a transform's facts, declared and derived from its other attributes."""
+    """Return a transform's facts: those in `tells`, and those derived from other attributes."""
     facts = {fact: v for fact, v in told_by(transform, "tells").items() if v}
     stays = has_field(transform, "reduce") and transform.reduce is None
     if stays:
@@ -221,13 +227,13 @@ def check_attributes(cls: type) -> None:
     """Raise if a class attribute looks like a misspelt attribute of transforms.
 
     Raises:
-        ArgumentError: a name looks misspelt, or is annotated as an option.
+        ArgumentError: a name looks misspelt, or an option has the name of such an attribute.
     """
-    annotations = annotations_of(cls).items()  # an annotation may be text
+    annotations = annotations_of(cls).items()  # an annotation may be a string
     options = {name for name, kind in annotations if "ClassVar" not in str(kind)}
     for name in sorted(options & {*ATTRIBUTES, *FIELDS}):
         msg = (
-            f"{cls.__name__}.{name}: an option cannot have this name, which transforms use."
+            f"{cls.__name__}.{name}: transforms use this name, so an option cannot have it."
             " Rename the option, or annotate the attribute as ClassVar."
         )
         raise ArgumentError(msg)
@@ -238,10 +244,10 @@ def check_attributes(cls: type) -> None:
 
 
 def check_told(transform: Any) -> None:
-    """Raise unless a transform's attributes have known names and sentences.
+    """Raise unless `tells`, `needs`, `refuses` and `without` of a transform are valid.
 
     Raises:
-        ArgumentError: a name looks misspelt, or a value has the wrong type.
+        ArgumentError: the name of a fact or method looks misspelt, or a value has a wrong type.
     """
     code = repr(transform)
     for name in ("tells", "needs", "refuses"):
@@ -250,37 +256,37 @@ def check_told(transform: Any) -> None:
             if fact not in names:
                 _refuse_near(f"{code}.{name}[{fact!r}]", fact, names)
             if name != "tells" and not isinstance(value, str):
-                msg = f"{code}.{name}[{fact!r}] is {value!r}; expected a sentence."
+                msg = f"{code}.{name}[{fact!r}] is {value!r}; expected a sentence (a string)."
                 raise ArgumentError(msg)
     fields = transform.without if hasattr(type(transform), "without") else ()
     for field in (fields,) if isinstance(fields, str) else fields:
         if isinstance(fields, str) or field not in FIELDS:
-            msg = f"{code}.without is {fields!r}; expected a tuple of {', '.join(FIELDS)}."
+            msg = f"{code}.without is {fields!r}; expected a tuple of some of {FIELDS}."
             raise ArgumentError(msg)
     entries = told_by(transform, "tells").get("by_rank") or ()
     if isinstance(entries, str) or not all(isinstance(entry, str) for entry in entries):
-        msg = f"{code}.tells['by_rank'] is {entries!r}; expected a tuple of names."
+        msg = f"{code}.tells['by_rank'] is {entries!r}; expected a tuple of strings."
         raise ArgumentError(msg)
 
 
 def _refuse_near(attribute: str, name: str, names: Sequence[str]) -> None:
     matches = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
     if matches:
-        msg = f"{attribute}: did you mean {matches[0]!r}? Known are {', '.join(names)}."
+        msg = f"{attribute}: did you mean {matches[0]!r}? Known names: {', '.join(names)}."
         raise ArgumentError(msg)
 
 
 def check_together(
     transforms: Sequence[Any], says: Mapping[Any, Mapping[str, Any]]
 ) -> None:
-    """Raise if a transform of a chain rejects another.
+    """Raise if a transform of a chain rejects another transform by its `refuses`.
 
     Args:
         transforms: the transforms of the chain.
-        says: fields and facts by name, by the transform's id.
+        says: for the id of each transform, its methods and facts by name.
 
     Raises:
-        CompositionError: with the sentence of the transform that rejects.
+        CompositionError: the message has the sentence of the rejecting transform.
     """
     for owner in transforms:
         rest = [other for other in transforms if other is not owner]
@@ -291,15 +297,15 @@ def check_together(
                 if value:
                     text = sentence.replace("{other!r}", "{other}")
                     text = text.replace("{told}", str(value))
-                    msg = f"chain: {owner!r} {text.replace('{other}', repr(other))}"
+                    msg = f"af.chain: {owner!r} {text.replace('{other}', repr(other))}"
                     raise CompositionError(msg)
 
 
 def check_needs(transforms: Iterable[Any], names: Collection[str]) -> None:
-    """Raise if a transform lacks another transform that it needs.
+    """Raise if a method or fact that a transform needs is missing from the setup.
 
     Raises:
-        CompositionError: with the sentence of the transform that needs it.
+        CompositionError: the message has the sentence of the transform's `needs`.
     """
     for owner in transforms:
         for name, sentence in told_by(owner, "needs").items():
@@ -309,27 +315,27 @@ def check_needs(transforms: Iterable[Any], names: Collection[str]) -> None:
 
 
 def told_by(transform: Any, name: str) -> Mapping[str, Any]:
-    """Return a transform's mapping attribute; a missing attribute is an empty mapping.
+    """Return a transform's attribute `name`, which must be a dict; {} if it is missing.
 
     Raises:
-        ArgumentError: the attribute is not a mapping.
+        ArgumentError: the attribute is not a dict.
     """
-    # read from the class, because a property that raises must not count as missing
+    # looks at the class, because `hasattr` of the object is false if a property raises
     value = getattr(transform, name) if hasattr(type(transform), name) else {}
     if isinstance(value, Mapping):
         return cast("Mapping[str, Any]", value)
-    msg = f"{transform!r}.{name} is {value!r}; expected a mapping by name."
+    msg = f"{transform!r}.{name} is {value!r}; expected a dict with names as keys."
     raise ArgumentError(msg)
 
 
-# A step as text: nested calls of the transforms.
+# A step as text: nested calls of the transforms' methods (`chain.explain`).
 
 
 Owners: TypeAlias = Mapping[str, tuple[Any, ...]]
 
 
 def explanation(setup: "chain") -> str:
-    """Format a step as nested calls of the transforms' fields."""
+    """Return a step as text: the nested calls of the transforms' methods."""
     owners, scaling = setup.owners, _telling(setup, "loss_scale")
     engine, reduce = owners["engine"], owners["reduce"]
     if reduce:
@@ -354,7 +360,10 @@ def explanation(setup: "chain") -> str:
         f"metrics, grads = {wraps}(state, batch)",
         f"# engine: {lies}; gradients {how}",
         f"grads = {_chain_calls(owners, 'grads', mean)}",
-        *(f"# if skipped, it goes on with after_update: {name}" for name in noting),
+        *(
+            f"# after a skipped update, only this runs: {n}.after_update"
+            for n in noting
+        ),
         f"hyper = {_chain_calls(owners, 'hyper', 'schedule(state.step)')}",
         "state = optimizer(state, grads, hyper)",
         f"state = {_chain_calls(owners, 'after_update', 'state')}",
@@ -364,44 +373,45 @@ def explanation(setup: "chain") -> str:
 
 
 def _telling(transforms: "chain", fact: str) -> list[str]:
-    """Return the names of the transforms that tell a fact."""
+    """Return the names of the transforms that have a fact."""
     return [owner.name for owner in transforms if fact in facts_of(owner)]
 
 
 def _nest_calls(owners: Owners, field: str, inner: str) -> str:
-    """Format nested calls of a field, the leftmost transform outermost."""
+    """Return nested calls of a method as text, with the leftmost transform outermost."""
     calls = [f"{owner.name}.{field}(" for owner in owners[field]]
     return "".join(calls) + inner + ")" * len(calls)
 
 
 def _chain_calls(owners: Owners, field: str, value: str) -> str:
-    """Format chained calls of a field, the leftmost transform innermost."""
+    """Return nested calls of a method as text, with the leftmost transform innermost."""
     for owner in owners[field]:
         value = f"{owner.name}.{field}({value})"
     return value
 
 
-# Slots: the entries of a state that are its transforms', or the user's own.
+# Slots: the entries in a state of its transforms and of the user.
 
 
 def is_slot_name(name: object) -> bool:
-    """Return whether a name is valid for a slot, in files too."""
+    """Return whether a name is valid for a slot, also as part of a file name."""
     return isinstance(name, str) and bool(re.fullmatch(r"[A-Za-z0-9_.-]+", name))
 
 
 def check_own_name(name: str, setup: Collection[str]) -> None:
-    """Raise unless a user's own entry can have this name.
+    """Raise unless a user's entry can have this name.
 
     Raises:
         StateError: the name is invalid, or the name of a transform in the setup.
     """
     if not is_slot_name(name):
-        msg = f"with_slot({name!r}): expected a name of letters, digits, '.', '_' and '-'."
+        msg = f"state.with_slot({name!r}, ...): use only letters, digits, '.', '_' and '-'."
         raise StateError(msg)
     if name in setup:
         msg = (
-            f"with_slot({name!r}): the transform of that name in the setup owns this slot. Use"
-            " another name, which the transform can read as update.state.slots[name]."
+            f"state.with_slot({name!r}, ...): this slot belongs to the transform {name!r} of the"
+            " setup. Use another name. The transform can read your entry as"
+            " update.state.slots[name]."
         )
         raise StateError(msg)
 
@@ -412,37 +422,37 @@ def carried_over(
     """Return the slots without the slots of removed transforms.
 
     Args:
-        slots: the slots of transforms, and the user's own entries.
-        old: names of the transforms before.
-        new: names of the transforms now.
+        slots: the slots of transforms, and the user's entries.
+        old: the names of the transforms in the old setup.
+        new: the names of the transforms in the new setup.
 
     Raises:
-        StateError: a new transform has the name of the user's own entry.
+        StateError: a new transform has the name of a user's entry.
     """
     joining, leaving = set(new) - set(old), set(old) - set(new)
     if clashes := sorted(joining & slots.keys()):
         msg = (
-            f"The transforms {clashes} would take over entries of the same name that"
-            " with_slot made. Give the transforms another name=."
+            f"The new transforms {', '.join(clashes)} have the names of entries that"
+            " state.with_slot created. Pass another name= to each of these transforms."
         )
         raise StateError(msg)
     return {name: slot for name, slot in slots.items() if name not in leaving}
 
 
 def say_what_follows(name: str, slot: Any, state: Any) -> None:
-    """Warn if a user's entry holds the state's own tensors instead of copies."""
+    """Warn if a user's entry contains the state's own tensors instead of copies."""
     if _follows(slot, state):
         advise(
-            f"with_slot({name!r}) got tensors of the state itself, which the next updates write"
-            " into, so the entry follows the training. To keep the values, pass copies, such as"
-            " {name: each.clone() for name, each in state.params.items()}."
+            f"state.with_slot({name!r}, ...) got tensors of the state itself, so the next updates"
+            " will also change this entry. To keep the present values, pass copies, such as"
+            " {name: p.clone() for name, p in state.params.items()}."
         )
 
 
 def check_copied(
     owner: Any, slot: Any, state: Any, *grads: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise if the slot of a transform has tensors that updates write into.
+    """Raise if the slot of a transform contains tensors that updates change in place.
 
     Args:
         owner: the transform.
@@ -451,7 +461,7 @@ def check_copied(
         grads: gradients of the update.
 
     Raises:
-        StateError: the slot has such a tensor.
+        StateError: the slot contains such a tensor.
     """
     names = state.definition.skeleton.trainable
     sources: list[tuple[str, Mapping[str, Any]]] = [
@@ -466,9 +476,9 @@ def check_copied(
                 name for name, tensor in tensors.items() if _follows(slot, tensor)
             )
             msg = (
-                f"{owner!r} returned a slot that has {path}[{name!r}] itself, not a copy. The"
-                " next updates write into this tensor. Return copies:"
-                f" {{name: each.clone() for name, each in {path}.items()}}."
+                f"{owner!r} returned a slot that contains {path}[{name!r}] itself, not a copy."
+                " The next updates would change this tensor. Return copies, such as"
+                f" {{name: value.clone() for name, value in {path}.items()}}."
             )
             raise StateError(msg)
 
@@ -488,7 +498,7 @@ def _tensors(slot: Any, depth: int = 4) -> Iterator[torch.Tensor]:
 
 
 def own_objects(slot: Any) -> Any:
-    """Return a slot with copies of all objects that are not tensors."""
+    """Return a slot with the same tensors, and copies of all other objects."""
     return tree.tree_map(
         lambda leaf: leaf if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf),
         slot,
@@ -503,10 +513,11 @@ State = TypeVar("State")
 
 
 class Transform(Protocol):
-    """A frozen record that maps a state to a state; the decorator `transform` makes its class.
+    """The type of transforms: immutable records that can be called with a state.
 
-    Arguments that take a transform are annotated `Any`, because a type checker cannot see
-    what the decorator adds to a class. accelfn checks them at the call.
+    The decorator `transform` creates such classes. Parameters for transforms are annotated as
+    `Any`, because type checkers cannot see what the decorator adds. accelfn checks these
+    arguments at the call.
     """
 
     @property
@@ -522,20 +533,20 @@ class Transform(Protocol):
 @explain_call_errors
 @dataclass_transform(frozen_default=True, field_specifiers=(attrs.field,))
 def transform(cls: type[T]) -> type[T]:
-    """Make a transform of a class; the annotations of the class are its options.
+    """Turn a class into a transform; the annotated attributes of the class are its options.
 
-    The class becomes a frozen attrs record: compared, hashed, pickled and printed by its
-    options. You can pass the first option by position, the others by keyword. The class gets
-    the option `name`, the key of its slot; the default is the `name` in the class, or the
-    class name in snake_case. Its public methods are fields of the table in
-    `accelfn.definition.transform`, and its class attributes tell other transforms about it;
-    helper methods start with an underscore.
+    The class becomes a frozen attrs class: its objects are compared, hashed, pickled and printed
+    by their options. You can pass the first option by position, and the others by keyword. The
+    decorator adds the option `name`, the name of the transform's slot. Its default is the
+    attribute `name` of the class, or the class name in snake_case. Public methods must be
+    methods of the table in `accelfn.definition.transform`. Class attributes such as `needs` tell
+    other transforms about this transform. Start the names of helper methods with an underscore.
 
-    Acts on: the fields that its methods define.
+    Acts on: the stages of a step for which the class has methods.
 
     Raises:
-        ArgumentError: a public method is not a field of a transform, or an attribute looks
-            misspelt.
+        ArgumentError: transforms have no method with the name of a public method, or an
+            attribute looks misspelt.
 
     Example:
         >>> @transform
@@ -550,7 +561,7 @@ def transform(cls: type[T]) -> type[T]:
         raise ArgumentError(msg)
     check_fields(cls)
     check_attributes(cls)
-    # a class of Python's own has a slot wrapper, and is rejected below
+    # a built-in class has a slot wrapper as __init__, and is rejected below
     init = vars(cls).get("__init__")
     if init is not None and not isinstance(init, WrapperDescriptorType):
         msg = (
@@ -561,7 +572,7 @@ def transform(cls: type[T]) -> type[T]:
     named = cast("Any", cls)
     try:
         named.__call__ = _apply
-    except TypeError as error:  # a class of Python's own
+    except TypeError as error:  # a built-in class, which is immutable
         msg = f"@af.transform: expected a class of your own, got {cls.__name__}."
         raise ArgumentError(msg) from error
     named.__repr__ = _repr
@@ -569,15 +580,15 @@ def transform(cls: type[T]) -> type[T]:
     named.__accelfn_transform__ = True
     record = attrs.frozen(cls, repr=False, field_transformer=_with_name)
     changing = cast("Any", record)
-    changing.__init__.__annotations__ |= {  # attrs shows the type that the converter takes
+    changing.__init__.__annotations__ |= {  # attrs would use the annotation of the converter
         field.name: field.type
         for field in attrs.fields(changing)
         if field.converter is _copy_containers and field.type is not None
     }
     changing.__setattr__ = changing.__delattr__ = readonly(
         cls.__name__,
-        "its memory is its slot, which `init` and each method return; for other options"
-        f" create another {cls.__name__}(...)",
+        f"for other options, create another {cls.__name__}(...). Keep changing values in its"
+        " slot, which `init` and the other methods return",
     )
     return explain_call_errors(record)
 
@@ -590,15 +601,15 @@ def is_transform(value: object) -> bool:
 def _is_name(owner: object, _field: object, value: object) -> None:
     if not is_slot_name(value):
         msg = (
-            f"{type(owner).__name__}(name={value!r}): expected letters, digits, "
-            "'.', '_' and '-': it names the slot in checkpoints."
+            f"{type(owner).__name__}(name={value!r}): expected letters, digits, '.', '_' and"
+            " '-', because the name is also the name of the slot in checkpoints."
         )
         raise ArgumentError(msg)
 
 
 @attrs.frozen
 class _Named:
-    """The option that each transform gets in addition to its own."""
+    """The option `name`, which the decorator adds to every transform."""
 
     name: str = attrs.field(default="", kw_only=True, validator=_is_name)
 
@@ -608,11 +619,13 @@ def _with_name(
 ) -> "list[attrs.Attribute[Any]]":
     """Make all options but the first keyword-only, and append the option `name`.
 
-    The class's annotations are unchanged, because adding one would evaluate all.
+    The annotations of the class are not changed: adding an annotation would evaluate all of them.
     """
     options = [_by_value(field) for field in fields if field.name != "name"]
     default: Any = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
-    if "name" in vars(cls):  # and not in a base, which is another transform
+    if "name" in vars(
+        cls
+    ):  # a base class is another transform, so its name does not count
         defaults = [field.default for field in fields if field.name == "name"]
         default = next((value for value in defaults if value is not NOTHING), default)
     name = attrs.fields(_Named).name.evolve(default=default)
@@ -621,9 +634,9 @@ def _with_name(
 
 
 def _by_value(field: "attrs.Attribute[Any]") -> "attrs.Attribute[Any]":
-    """Copy the lists, dicts and sets of an option, so that the user's do not change it.
+    """Make an option copy lists, dicts and sets, so that later changes do not affect it.
 
-    An option that is not compared, `attrs.field(eq=False)`, is kept as it is.
+    An option that is not compared, `attrs.field(eq=False)`, is not copied.
     """
     if not field.eq:
         return field
@@ -634,7 +647,7 @@ def _by_value(field: "attrs.Attribute[Any]") -> "attrs.Attribute[Any]":
 
 
 def _copy_containers(value: Any) -> Any:
-    """Copy the containers in a value, and keep their contents."""
+    """Copy the dicts, lists, tuples and sets in a value, but not the objects inside."""
     if type(value) is dict:
         return {key: _copy_containers(item) for key, item in cast("Any", value).items()}
     if type(value) in (list, tuple, set):
@@ -646,13 +659,13 @@ def _apply(self: Transform, state: State) -> State:
     """Return the state with this transform added to its setup; `state` is unchanged."""
     train_state: Any = state
     if not hasattr(train_state, "with_setup"):
-        msg = f"{self!r}({state!r}): a transform is applied to a TrainState."
+        msg = f"{self!r}({state!r}): expected a TrainState, as in state = transform(state)."
         raise ArgumentError(msg)
     return train_state.with_setup(chain(train_state.setup, self))
 
 
 def _repr(self: Any) -> str:
-    """Return the call that creates this record, without options at their defaults."""
+    """Return the call that creates this transform, without options that have their default."""
     options: list[str] = []
     for field in attrs.fields(type(self)):
         value = getattr(self, field.name)
@@ -666,14 +679,14 @@ def _repr(self: Any) -> str:
 
 
 def _code(value: Any) -> str:
-    """Return code for an option; `repr` of infinity and NaN is not code."""
+    """Return an option's value as code; the `repr` of infinity and NaN would not be code."""
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     return repr(value)
 
 
 def _repr_pretty(self: Any, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - its protocol
-    """Print as code in IPython and in examples of hypothesis."""
+    """Print the transform as code in IPython and in Hypothesis examples."""
     del cycle
     printer.text(repr(self))
 
@@ -682,25 +695,27 @@ def _repr_pretty(self: Any, printer: Any, cycle: bool) -> None:  # noqa: FBT001 
 @hint_attributes("setattr", "getitem")
 @attrs.frozen(init=False, repr=False)
 class chain:
-    """Compose transforms; a chain is a transform.
+    """Compose transforms; the result is also a transform.
 
-    Leftmost is outermost, and values flow left to right. Chains inside chains are
-    flattened and None is dropped, so `chain` is associative and `chain()` its unit.
+    A value, such as the gradients, passes through the transforms from left to right. Functions
+    are wrapped such that the leftmost transform is outermost. Chains inside chains are
+    flattened, and None is ignored.
 
     Law:
         `chain(f, chain(g, h)) == chain(chain(f, g), h) == chain(f, g, h)`, and
-        `chain()` leaves a state unchanged. Transforms with different fields commute.
+        `chain()` does not change a state. The order of transforms with different methods does
+        not matter.
 
     Attributes:
         transforms: the transforms, leftmost first.
-        owners: by field, the transforms that have it, leftmost first.
-        facts: by fact, the values of the transforms that tell it, leftmost first.
-        drawing: fields that may draw random numbers.
-        reduces: whether a transform has a `reduce` of its own; a world of one rank calls it too.
+        owners: for each method, the transforms that have it, leftmost first.
+        facts: for each fact, its values in the transforms that have it, leftmost first.
+        drawing: the methods that may use random numbers.
+        reduces: whether a transform defines `reduce`. A world of one rank also calls it.
 
     Raises:
-        CompositionError: two transforms of one name, two engines, two ways to reduce
-            gradients, or a pair that one transform rejects.
+        CompositionError: two transforms have the same name, two are engines or reduce
+            gradients, or a transform rejects another transform.
 
     Example:
         >>> import accelfn as af
@@ -720,14 +735,14 @@ class chain:
     reduces: bool = attrs.field(eq=False, repr=False)
 
     def __init__(self, *transforms: Any) -> None:
-        """Take transforms, leftmost outermost."""
+        """Create a chain of transforms, chains and None, leftmost first."""
         flat = tuple(_flatten(transforms))
         for entry in flat:
             check_told(entry)
         owners = {f: tuple(t for t in flat if has_field(t, f)) for f in FIELDS}
         facts = {id(owner): facts_of(owner) for owner in flat}
-        # if ranks differ, their evaluated parameters are merged last; recomputation wraps the
-        # module that other transforms have made
+        # exceptions to the order: if ranks have different parameters, their evaluation parameters
+        # are merged last, and recomputation wraps the module after other transforms changed it
         for field, fact in (("eval_params", "apart"), ("module", "recomputes")):
             owners[field] = _with_last(owners[field], fact, facts)
         _check_chain(flat, owners, facts)
@@ -746,7 +761,7 @@ class chain:
 
     @property
     def name(self) -> str:
-        """The name of a chain, which has no slot of its own."""
+        """The name "chain"; a chain has no slot."""
         return "chain"
 
     def __call__(self, state: State) -> State:
@@ -762,20 +777,20 @@ class chain:
         return len(self.transforms)
 
     def gives_up(self) -> dict[str, str]:
-        """Return the laws that the transforms break on purpose, with their reasons."""
+        """Return the laws that the transforms violate on purpose, with the reasons."""
         reasons: dict[str, str] = {}
         for owner in self.transforms:
             reasons.update(told_by(owner, "gives_up"))
         return reasons
 
     def explain(self) -> None:
-        """Print the nested calls of one step, as this chain composes them."""
-        print(explanation(self))  # noqa: T201 - printing is what it is for
+        """Print the nested calls of the transforms' methods in one step."""
+        print(explanation(self))  # noqa: T201 - printing is the purpose of this method
 
     _repr_pretty_ = _repr_pretty
 
     def __repr__(self) -> str:
-        """Return the code that makes the chain, one transform a line."""
+        """Return the code that creates the chain, with one transform per line."""
         if not self.transforms:
             return "af.chain()"
         inside = "".join(f"    {owner!r},\n" for owner in self.transforms)
@@ -791,15 +806,15 @@ def _flatten(transforms: tuple[object, ...]) -> Iterator[Transform]:
         elif is_transform(owner) and not isinstance(owner, type):
             yield cast("Transform", owner)
         else:
-            hint = " Call it: transforms are values." if isinstance(owner, type) else ""
+            hint = f" Write {owner.__name__}(...)." if isinstance(owner, type) else ""
             if isinstance(owner, (list, tuple)):
                 hint = " Write af.chain(*transforms)."
-            msg = f"chain: argument {position} is {owner!r}, not a transform.{hint}"
+            msg = f"af.chain: argument {position} is {owner!r}, not a transform.{hint}"
             raise CompositionError(msg)
 
 
 def _by_fact(all_facts: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
-    """Return the values of each fact."""
+    """Return, for each fact, its values in all transforms that have the fact."""
     values: dict[str, tuple[Any, ...]] = {}
     for entry in all_facts:
         for fact, value in entry.items():
@@ -810,7 +825,7 @@ def _by_fact(all_facts: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Any, ...
 def _with_last(
     owners: tuple[Any, ...], fact: str, facts: Mapping[int, Mapping[str, Any]]
 ) -> tuple[Any, ...]:
-    """Return transforms in their order, with the transforms that tell a fact at the end."""
+    """Return transforms in order, but with the transforms that have a fact at the end."""
     return tuple(sorted(owners, key=lambda owner: fact in facts[id(owner)]))
 
 
@@ -823,8 +838,8 @@ def _check_chain(
     for owner in transforms:
         if owner.name in by_name:
             msg = (
-                f"chain: {by_name[owner.name]!r} and {owner!r} are both named {owner.name!r}."
-                " Drop one, or give one another name=."
+                f"af.chain: {by_name[owner.name]!r} and {owner!r} are both named {owner.name!r}."
+                " Remove one of them, or pass another name= to it."
             )
             raise CompositionError(msg)
         by_name[owner.name] = owner
@@ -836,11 +851,11 @@ def _check_chain(
     ):
         if len(several) > 1:
             first, second, *_ = several
-            msg = f"chain: two {noun}, {first!r} and {second!r}. Keep one of them."
+            msg = f"af.chain: two {noun}: {first!r} and {second!r}. Keep one of them."
             raise CompositionError(msg)
     says: dict[int, dict[str, Any]] = {id(owner): {} for owner in transforms}
     for field, having in owners.items():
         for owner in having:
-            if getattr(owner, field) is not None:  # of `reduce`: nothing is reduced
+            if getattr(owner, field) is not None:  # `reduce = None` means not to reduce
                 says[id(owner)][field] = field
     check_together(transforms, {i: {**say, **facts[i]} for i, say in says.items()})

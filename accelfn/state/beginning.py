@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Initial states: draw the model whole on each rank, or only the rank's part."""
+"""Initial states: create the full model on each rank, or only the rank's shards."""
 
 from collections.abc import Collection
 from functools import partial
@@ -45,16 +45,16 @@ Tensors: TypeAlias = dict[str, torch.Tensor]
 
 @attrs.frozen(kw_only=True, eq=False)
 class Beginning:
-    """The parts of an initial state, before the state is created.
+    """The fields of an initial state, before the state is created.
 
     Attributes:
-        module: the model; the state takes ownership.
-        skeleton: the model's structure.
+        module: the model; the state takes ownership of its tensors.
+        skeleton: the model's structure, without tensors.
         prototype: the optimizer's settings, without tensors.
         params: the parameters by name.
         buffers: the buffers by name.
         opt_state: the optimizer's state before its first step.
-        setup: the transforms that define the layout over the ranks.
+        setup: the transforms that already sharded the parameters.
     """
 
     module: nn.Module
@@ -78,16 +78,16 @@ def begin(
     name: str,
     init: str,
 ) -> tuple[Beginning, Definition]:
-    """Create the parts of an initial state, and its definition.
+    """Create the fields of an initial state, and its definition.
 
     The arguments are the same as in `TrainState.create`.
 
     Raises:
         ArgumentError: `seed`, `name`, `schedule`, `world`, `data` or `init` is not valid.
-        ModelError, OptimizerError: as `TrainState.create`.
+        ModelError, OptimizerError: in the same cases as `TrainState.create`.
     """
     check_seed("TrainState.create", seed)
-    check_word("af.TrainState.create", "name", name, "which tells draws apart")
+    check_word("af.TrainState.create", "name", name, "the name of the state")
     if init not in ("whole", "shard"):
         msg = f'TrainState.create(init={init!r}): expected "whole" or "shard".'
         raise ArgumentError(msg)
@@ -97,7 +97,7 @@ def begin(
     check_device(setup, world)
     device = world.device
     if device.type != "meta" and world.size > 1 and setup.owners["layout"]:
-        device = torch.device("cpu")  # a device holds only shards of a split model
+        device = torch.device("cpu")  # the full model may not fit on the device
     with own_modes(device):
         if init == "shard" and device.type != "meta":
             beginning = _create_in_parts(
@@ -122,7 +122,7 @@ def begin(
 
 
 def begin_slots(state: "TrainState", slots: dict[str, Any]) -> None:
-    """Create the missing slots of transforms, and add them to `slots`."""
+    """Create slots for the transforms that have no slot yet, and add them to `slots`."""
     with own_modes(state.world.device):
         for owner in state.setup.owners["init"]:
             if owner.name not in slots:
@@ -135,7 +135,7 @@ def begin_slot(owner: Any, state: "TrainState") -> Any:
     """Create the initial slot of a transform, or return None if it keeps no slot.
 
     Raises:
-        StateError: the slot holds tensors of the state itself.
+        StateError: the slot contains tensors of the state itself.
     """
     with shared_draws(state, "init", f"init {owner.name}"):
         slot = owner.init(state)
@@ -151,7 +151,7 @@ def _create_whole(
     seed: int,
     name: str,
 ) -> Beginning:
-    """Create the whole model on this rank."""
+    """Create the full model on this rank."""
     module = materialize(model, seed=seed, name=name, device=device)
     skeleton = skeleton_of(module)
     prototype, opt_state = prototype_of(optimizer, module, skeleton)
@@ -176,15 +176,16 @@ def _create_in_parts(
     seed: int,
     name: str,
 ) -> Beginning:
-    """Create the model module by module, and cut each module to this rank's part at once.
+    """Create the model module by module; of each module keep only this rank's shards.
 
-    If the setup cuts nothing, parameters are whole and have the same values.
+    If the setup does not shard parameters, the result has the full parameters, with the same
+    values.
     """
     bare_model = build_on_meta(model, seed=seed, name=name)
     module, skeleton = bare_model.module, skeleton_of(bare_model.module)
     owners, layout = setup.owners["layout"], None
     if owners:
-        # importing torch's DTensor takes as long as importing accelfn
+        # imported here, because torch's DTensor takes as long to import as accelfn
         from accelfn.definition.layout import Layout  # noqa: PLC0415
 
         shapes = dict(skeleton.module.named_parameters())
@@ -198,14 +199,14 @@ def _create_in_parts(
         return values if tree.is_shard(values) else values.to(world.device)
 
     params = draw_params(bare_model, keep, seed=seed, name=name)
-    if layout is not None:  # whole values must have been equal on all ranks
+    if layout is not None:  # the full values must have been equal on all ranks
         check_replicas(params, world, label="compare replicas", values=True, sums=sums)
     metas = module.named_parameters()
     bare_model.put({n: parameter_like(meta, params[n]) for n, meta in metas})
     prototype, opt_state = prototype_of(optimizer, module, skeleton)
 
     def as_part(name: str, leaf: Any) -> Any:
-        """Return optimizer state of a part as a part, with its padding."""
+        """Return an entry of the optimizer's state as a shard with the layout's padding."""
         if layout is None or not tree.is_shard(leaf):
             return leaf
         room = layout.room(name, leaf.shape)
@@ -227,27 +228,26 @@ def _create_in_parts(
 
 
 def _copies(module: nn.Module) -> Tensors:
-    """Copy a module's buffers: a buffer may be a constant of its class."""
+    """Return copies of a module's buffers, because a buffer may be shared, e.g. by its class."""
     return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
 
 
-# Slots of a state that gets other parameters: an average or an anchor may begin with them.
+# Slots of a state whose parameters were replaced. For example, the slot of an average starts
+# with a copy of the parameters.
 
 
 def reset_slots(
     before: "TrainState", after: "TrainState", *, kept: Collection[str] = ()
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Reset slots that still have their initial value, after a change of parameters.
-
-    Reset slots begin with the parameters of `after`.
+    """Create slots again from new parameters, if they still have their initial value.
 
     Args:
         before: the state with the old parameters.
         after: the state with the new parameters.
-        kept: names of slots that stay as they are.
+        kept: names of slots that must not change.
 
-    Returns: the slots by name, and the transforms whose slots depend on the parameters but
-        have changed since they began, so that they continue.
+    Returns: the slots by name, and the transforms whose slots depend on the parameters, but
+        were changed by updates, and so were not reset.
 
     Cost: each slot is created twice.
     """
@@ -267,7 +267,7 @@ def reset_slots(
 
 
 def restart_slots(before: "TrainState", after: "TrainState") -> dict[str, Any]:
-    """Return the slots after a change of parameters; reset slots only before training."""
+    """Return the slots after parameters were replaced; slots are reset only before training."""
     return dict(after.slots) if before.num_tried else reset_slots(before, after)[0]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes and steps return: `Grads` and `Metrics`, as values."""
+"""Results of loss functions, backward passes and steps: `Loss`, `Grads` and `Metrics`."""
 
 import math
 import weakref
@@ -35,24 +35,25 @@ from accelfn.world import World
 
 # `Loss` and `Metrics`: the results of loss functions and steps, as weighted sums.
 #
-# Two means cannot be combined; totals with their weights can. So every value that crosses
-# micro-batches or ranks is kept as a `WeightedSum`, and divided once, at the end.
+# Means over different numbers of samples cannot be combined without these numbers. So a value
+# that is combined over micro-batches or ranks is stored as a total and a weight
+# (`WeightedSum`), and divided once, at the end.
 
 
 @attrs.frozen(init=False)
 class Loss:
     """A loss as a total and its weight, for losses other than a plain mean over samples.
 
-    Gradients of totals are added over micro-batches and ranks and divided once by the
-    global weight: `Loss(token_losses.sum(), num_tokens)` gives the mean over all tokens
-    of an update, for every split of the tokens.
+    accelfn adds the totals' gradients over micro-batches and ranks, and divides the sum once
+    by the sum of the weights. So `Loss(token_losses.sum(), num_tokens)` is the mean over all
+    tokens of an update, no matter how the tokens are split over micro-batches and ranks.
 
     Attributes:
-        total: the sum that is differentiated; a scalar tensor with a gradient.
+        total: the sum to differentiate; a scalar tensor with a gradient.
         weight: the divisor of the total, 0 or more: a number, or a scalar tensor without
             a gradient. With 0 the total has no effect.
-        aux: further totals by name, reported as means over the same weight; pass
-            `(total, weight)` for a total with another weight.
+        aux: further totals by name, for the metrics. Each total is divided by `weight`; pass a
+            pair `(total, weight)` for another divisor.
 
     Example:
         >>> Loss(torch.tensor(6.0), 3, num_right=torch.tensor(2.0))
@@ -66,7 +67,7 @@ class Loss:
     def __init__(
         self, total: torch.Tensor, weight: Number, **aux: Number | tuple[Number, Number]
     ) -> None:
-        """Take a total, its weight, and further totals by name."""
+        """Create a loss from a total, its weight, and further totals by name."""
         if not isinstance(total, torch.Tensor):
             msg = (
                 f"af.Loss(total={total!r}): got {type(total).__name__}; expected a scalar"
@@ -76,13 +77,13 @@ class Loss:
         _check_weight("weight", weight)
         if isinstance(weight, torch.Tensor) and weight.requires_grad:
             msg = (
-                "af.Loss(weight=...): the weight has a gradient, but it must be a constant: the"
-                " loss of all ranks is the sum of totals over the sum of weights. Detach the"
-                " weight; or divide yourself, and return the mean."
+                "af.Loss(weight=...): the weight requires a gradient, but must be a constant. Pass"
+                " weight.detach(), or divide in the loss function and return the mean without"
+                " af.Loss."
             )
             raise LossError(msg)
         if "loss" in aux:
-            msg = "af.Loss(loss=...): this name reports the total itself; use another."
+            msg = 'af.Loss(loss=...): the metric "loss" is the total. Use another name.'
             raise LossError(msg)
         for name, entry in aux.items():
             if isinstance(entry, tuple) and len(cast("tuple[Any, ...]", entry)) != 2:
@@ -93,19 +94,19 @@ class Loss:
             amount, over = entry if isinstance(entry, tuple) else (entry, weight)
             _check_number(name, amount)
             _check_weight(f"{name}=(total, weight)", over)
-        # not by attrs' own __init__, which torch.compile cannot trace
+        # set here, because torch.compile cannot trace the __init__ that attrs generates
         object.__setattr__(self, "total", total)
         object.__setattr__(self, "weight", weight)
         object.__setattr__(self, "aux", aux)
 
 
 def own_number(value: Number) -> Number:
-    """Copy a tensor that other code may write into; return a plain number as it is."""
+    """Return a copy of a tensor, because other code may change it; return a number as it is."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def check_whole(result: object, name: str) -> None:
-    """Raise if a loss function returned values computed from shards of parameters.
+    """Raise if a loss function returned a value that it computed from sharded parameters.
 
     Raises:
         LossError: a value is a DTensor.
@@ -113,12 +114,11 @@ def check_whole(result: object, name: str) -> None:
     for part in result if isinstance(result, tuple) else (result,):
         if type(part) is not torch.Tensor and is_shard(part):
             msg = (
-                f"{name} returned a DTensor: it is computed of parameters that are split over"
-                " the ranks, and were read outside of the model's forward pass, as in"
-                " sum(p.square().sum() for p in model.parameters()). They are whole within"
-                " the forward of the module that is split with them: compute it there. For a"
-                " penalty on weights, let the optimizer have weight_decay, or a transform's"
-                " `grads` add the penalty's gradient."
+                f"{name} returned a DTensor. It computes with parameters outside of the model's"
+                " forward pass, as in sum(p.square().sum() for p in model.parameters()), and"
+                " there each rank has only shards. Compute this value inside the forward of the"
+                " module with the parameters. For a penalty on weights, set weight_decay of the"
+                " optimizer, or add the penalty's gradient in a transform's `grads`."
             )
             raise LossError(msg)
 
@@ -147,8 +147,8 @@ def _check_number(name: str, value: object) -> None:
     tensor = isinstance(value, torch.Tensor)
     text = f"<{value.dtype}, shape {tuple(value.shape)}>" if tensor else repr(value)
     msg = (
-        f"af.Loss({name}={text}): expected one real number, an int or float of Python's or"
-        " a tensor."
+        f"af.Loss({name}={text}): expected one real number: an int, a float, or a tensor with"
+        " one element."
     )
     raise LossError(msg)
 
@@ -156,15 +156,16 @@ def _check_number(name: str, value: object) -> None:
 def _check_weight(name: str, value: object) -> None:
     _check_number(name, value)
     if isinstance(value, (int, float)) and not 0 <= value < math.inf:
-        msg = f"af.Loss({name}={value!r}): expected a finite count or sum, 0 or more."
+        msg = f"af.Loss({name}={value!r}): expected a finite number, 0 or more."
         raise LossError(msg)
 
 
 @attrs.frozen
 class WeightedSum:
-    """The total `amount * unit` with its `weight`; the unit saves a multiplication per step.
+    """A total, stored as the product `amount * unit`, and its `weight`.
 
-    A lone mean over n samples is `WeightedSum(mean, weight=n, unit=n)`.
+    The mean over n samples is `WeightedSum(mean, weight=n, unit=n)`: it needs no multiplication
+    until it is added to another.
     """
 
     amount: Number
@@ -173,7 +174,7 @@ class WeightedSum:
 
     @property
     def total(self) -> Number:
-        """The sum itself."""
+        """The total: the product `amount * unit`."""
         return self.amount if self.unit == 1 else self.amount * self.unit
 
     @property
@@ -196,11 +197,11 @@ class WeightedSum:
 
 
 class Metrics(Mapping[str, torch.Tensor]):
-    """Metrics of a step on this rank, as weighted sums by name, without communication.
+    """Metrics of a step on this rank, as weighted sums by name.
 
-    Reading a name gives its mean as a scalar tensor. You can add metrics, for example over
-    steps. `metrics.all_reduce_mean(world)` reduces them exactly over all ranks. On a device nothing
-    is copied to the host before you read it.
+    `metrics[name]` is the mean on this rank, as a scalar tensor. `metrics_a + metrics_b` is the
+    metrics of both, for example of two steps. `metrics.all_reduce_mean(world)` returns the exact
+    means over all ranks. Values stay on the device until you read them.
 
     Example:
         >>> a, b = Metrics({"loss": (6.0, 2)}), Metrics({"loss": (3.0, 1)})
@@ -214,7 +215,7 @@ class Metrics(Mapping[str, torch.Tensor]):
         self,
         sums: Mapping[str, tuple[Number, Number] | WeightedSum] = MappingProxyType({}),
     ) -> None:
-        """Take `(total, weight)` by name."""
+        """Create metrics from pairs `(total, weight)` by name."""
         if not isinstance(sums, Mapping):
             msg = f"af.Metrics({sums!r}): expected a dict, {{name: (total, weight)}}."
             raise ArgumentError(msg)
@@ -231,7 +232,8 @@ class Metrics(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return the mean of a metric on this rank."""
         if name not in self._sums:
-            msg = f"No metric {name!r}; there are {sorted(self._sums)}."
+            names = ", ".join(sorted(self._sums)) or "none"
+            msg = f"No metric {name!r}; the metrics are: {names}."
             raise UnknownMetricError(msg)
         return self._sums[name].mean
 
@@ -243,31 +245,32 @@ class Metrics(Mapping[str, torch.Tensor]):
         """Return how many names there are."""
         return len(self._sums)
 
-    if not TYPE_CHECKING:  # where it would allow every name
+    if not TYPE_CHECKING:  # a type checker would then accept every attribute
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Say how a metric is read."""
-            if name.startswith("_"):  # copy and pickle look for hooks
+            """Raise an error that shows how to read a metric."""
+            if name.startswith("_"):  # copy and pickle look for special methods
                 raise AttributeError(name)
-            advice = find_hint("Metrics", name) or f"there are {sorted(self._sums)}"
+            names = ", ".join(sorted(self._sums)) or "none"
+            advice = find_hint("Metrics", name) or f"the metrics are: {names}"
             if name in self._sums:
                 advice = f'write metrics["{name}"]'
             msg = f"Metrics have no attribute {name}: {advice}."
             raise RecordError(msg, obj=type(self))
 
     def __setitem__(self, name: str, _: Any) -> NoReturn:
-        """Refuse to be written into."""
-        msg = f'Metrics are not written into: write metrics.with_values({{"{name}": ...}}).'
+        """Raise, because metrics are immutable."""
+        msg = f'Metrics are immutable: write metrics.with_values({{"{name}": ...}}).'
         raise CallError(msg)
 
     def __float__(self) -> NoReturn:
-        """Refuse to be one number."""
+        """Raise, because metrics are several numbers."""
         first = next(iter(self._sums), "loss")
-        msg = f'Metrics are several numbers; write float(metrics["{first}"]).'
+        msg = f'Metrics contain several numbers: write float(metrics["{first}"]).'
         raise CallError(msg)
 
     def __add__(self, other: "Metrics") -> "Metrics":
-        """Add the sums and weights of equal names; other names are kept."""
+        """Add totals and weights by name; a name in only one of the metrics is kept."""
         if not isinstance(other, Metrics):
             return NotImplemented
         sums = dict(self._sums)
@@ -276,20 +279,20 @@ class Metrics(Mapping[str, torch.Tensor]):
         return Metrics(sums)
 
     def __radd__(self, nothing: object) -> "Metrics":
-        """Let `sum` of some metrics begin at its 0."""
+        """Return the metrics for `0 + metrics`, so that `sum(list_of_metrics)` works."""
         return self if nothing == 0 else NotImplemented
 
     def with_values(self, values: Mapping[str, Number]) -> "Metrics":
-        """Return the metrics with more plain values, each with weight 1.
+        """Return the metrics with more values, each with weight 1.
 
         Raises:
-            LossError: a value has the name of an existing metric.
+            LossError: there is already a metric with the name of a value.
         """
         twice = self._sums.keys() & values.keys()
         if twice:
             msg = (
-                f"The loss reports {min(twice)!r}, and so does a transform of the setup."
-                " Let the loss give it another name."
+                f"The loss function and a transform of the setup both report a metric"
+                f" {min(twice)!r}. Rename the metric in the loss function."
             )
             raise LossError(msg)
         sums = dict(self._sums)
@@ -308,21 +311,22 @@ class Metrics(Mapping[str, torch.Tensor]):
     ) -> dict[str, float]:
         """Compute the exact mean of every metric over all ranks, with a collective.
 
-        Totals and weights are added over ranks and divided once. So the result is the mean
-        over all samples, even if ranks have different numbers of samples. The call reads the
-        device, as a log line must; a step does not.
+        Totals and weights are added over the ranks, and divided once. So the result is the mean
+        over all samples, even if ranks have different numbers of samples. The call waits for
+        the device, so call it only when you need the numbers, for example for a log line.
 
         Args:
-            world: the ranks to reduce over; ranks that share a layer ("tp") count once.
-            label: name of the call for error messages.
+            world: the ranks to reduce over. Ranks along "tp" compute the same samples, and
+                count once.
+            label: the name of the operation, for errors.
 
-        Cost: one all-reduce of 16 float64 numbers, including six to compare the names; for
-        more than five names a second all-reduce, of two numbers per name.
+        Cost: one all-reduce of 16 float64 numbers; six of them compare the names. For more than
+        five names, a second all-reduce with two numbers for each further name.
 
-        Law: on any number of ranks the result is the metric of the union of their samples.
+        Law: on any number of ranks, the result is the mean over all of their samples.
 
         Raises:
-            CollectiveMismatchError: ranks have metrics of other names, or more.
+            CollectiveMismatchError: ranks have metrics with different names.
             PeerFailedError: another rank failed.
         """
         where = "metrics.all_reduce_mean(world)"
@@ -341,19 +345,19 @@ class Metrics(Mapping[str, torch.Tensor]):
         return {name: total / w if w else 0.0 for name, (total, w) in sums.items()}
 
 
-# Leases: records of donated tensors raise when they are used.
+# Leases: after tensors were donated, the old records of these tensors raise if you use them.
 
 
 class Lease:
-    """A validity flag that all records of the same tensors share, until the tensors change."""
+    """A flag, shared by all records of the same tensors: whether they may still be used."""
 
     __slots__ = ("__weakref__", "_ended", "_heirs", "_line", "is_loaded", "is_mean")
 
     def __init__(self, *, is_loaded: bool = False) -> None:
-        """Create a valid lease; `is_loaded`: the tensors are as a checkpoint has them."""
+        """Create a valid lease; `is_loaded`: the tensors are unchanged since af.load."""
         self._ended: tuple[type[Error], str, int] | None = None
         self.is_loaded = is_loaded
-        self.is_mean = False  # of gradients: whether they were divided by their weight
+        self.is_mean = False  # for gradients: whether they are divided by their weight
         self._heirs: _Line | None = None
         self._line: weakref.ref[_Line] | None = None
 
@@ -361,7 +365,7 @@ class Lease:
         """Raise if the lease has ended.
 
         Raises:
-            Error: the error class and message that `end` was called with.
+            Error: an error of the class, and with the message, that was passed to `end`.
         """
         if self._ended is not None:
             kind, message, update = self._ended
@@ -374,24 +378,23 @@ class Lease:
 
     @property
     def heir(self) -> Any:
-        """The newest record that took the tensors over, or None."""
+        """The newest record that now owns the tensors, or None."""
         return None if self._heirs is None else self._heirs.newest
 
     def end(self, kind: type[Error], message: str, *, update: int) -> None:
-        """End the lease: every later use of the tensors through an old record raises this.
+        """End the lease: later uses of the tensors through an old record raise this error.
 
-        Every step ends a lease, so the message is formatted only when it is raised.
+        The message is formatted only when the error is raised, because every step ends a lease.
         """
         self._ended = (kind, message, update)
 
     def hand_over(
         self, heir: Any, kind: type[Error], message: str, *, update: int
     ) -> None:
-        """End the lease, and pass the tensors to `heir`, which old records can find.
+        """End the lease; the new record `heir` owns the tensors, and old records can find it.
 
-        All records of a chain refer to the newest only, so an old record keeps one other
-        record alive, and not all between. The newest does not refer to old records, so it
-        lives as long as it, or an old record, is referenced.
+        All old records of the same tensors refer only to the newest record, so an old record
+        does not keep the records between them alive.
         """
         line = None if self._line is None else self._line()
         if line is None:
@@ -407,32 +410,33 @@ class Lease:
 
 
 class _Line:
-    """A chain of leases, each handed over to the next."""
+    """The newest record of a sequence of leases; all older leases refer to this object."""
 
     __slots__ = ("__weakref__", "newest")
     newest: Any
 
 
 _GIVEN = (
-    "These gradients of update {update} were given to apply_grads or into=, which worked on"
-    " their tensors in place. Take new ones, or keep grads.map(torch.Tensor.clone) before."
+    "These gradients of update {update} were passed to af.apply_grads or into=, which changed"
+    " their tensors in place. Compute new gradients, or first copy these:"
+    " grads.map(torch.Tensor.clone)."
 )
 
 
-# The one division of a gradient by its weight.
+# Division of gradients by their weight, which happens exactly once.
 #
-# A backward pass computes gradients of a total: a mean loss is multiplied by its number of
-# samples first. Totals and weights add exactly over micro-batches and ranks, so a gradient is
-# divided once, by the weight of the whole update. Otherwise ranks and micro-batches with
-# fewer samples would count too much. `divide_` does this for each engine:
+# A backward pass computes gradients of a total: a mean loss is first multiplied by its number
+# of samples. Totals and weights are added over micro-batches and ranks, so a gradient is
+# divided once, by the weight of the whole update. Otherwise ranks and micro-batches with fewer
+# samples would count too much. `divide_` divides for every engine:
 #
-# - before transforms of `grads`, and when somebody reads `grads.tensors` (`Grads.divide`);
-# - else just before the optimizer step (`Engine.prepare`, which calls `Grads.divide`);
-# - in the backward pass, if that steps the optimizer (`LiveUpdate`).
+# - before methods `grads` of transforms, and when `grads.tensors` is read (`Grads.divide`);
+# - otherwise just before the optimizer step (`Engine.prepare`, which calls `Grads.divide`);
+# - in the backward pass, if the optimizer steps there (`LiveUpdate`).
 #
-# A fused kernel, or DeepSpeed, divides by itself; then `divide_` leaves the divisor to it. DDP
-# and FSDP divide gradients by the number of ranks, and the weight too: both are averages, and
-# the number of ranks cancels.
+# If a fused optimizer kernel or DeepSpeed divides itself, `divide_` returns the divisor. DDP and
+# FSDP average gradients over the ranks. The weight is averaged, too, so the number of ranks
+# cancels.
 
 
 def divide_(
@@ -440,11 +444,11 @@ def divide_(
     divisor: Number,
     kernel_divides: Callable[[Number], bool] | None = None,
 ) -> Number | None:
-    """Divide gradients by one number in place, unless the optimizer's kernel will.
+    """Divide gradients by one number, in place, unless the optimizer's kernel divides.
 
-    16 bits cannot hold a count, so gradients of 16 bits are divided in float32.
+    16-bit gradients are divided in float32, because 16 bits cannot represent a large count.
 
-    Returns: the divisor that is left to the kernel, or None.
+    Returns: the divisor for the kernel, or None if the gradients are divided.
     """
     if kernel_divides is not None and kernel_divides(divisor):
         return divisor
@@ -462,7 +466,7 @@ def divide_(
 
 
 def never_zero(divisor: Number) -> Number:
-    """Return a divisor, or 1 if it is 0: gradients without weight are 0, and stay 0."""
+    """Return the divisor, or 1 if it is 0: then all gradients are 0, and stay 0."""
     if isinstance(divisor, torch.Tensor):
         return torch.where(divisor == 0, 1, divisor)
     return divisor or 1
@@ -473,15 +477,15 @@ class Skip:
     """A request to skip an update.
 
     Attributes:
-        flag: a scalar; 0 means no skip.
-        agreed: whether the flag is the same on all ranks.
+        flag: a scalar tensor; 0 means not to skip.
+        agreed: whether the flag is known to be the same on all ranks.
     """
 
     flag: torch.Tensor
     agreed: bool
 
     def __or__(self, other: "Skip") -> "Skip":
-        """Combine two requests: skip if one of them does."""
+        """Combine two requests: the update is skipped if at least one flag is not 0."""
         flag = torch.maximum(self.flag, other.flag)
         return Skip(flag, self.agreed and other.agreed)
 
@@ -491,25 +495,25 @@ class GradInfo:
     """Internal information about gradients: how they were computed.
 
     Attributes:
-        divisor: the weight of the losses, to divide by; of this rank or of all ranks,
-            up to the factor `num_averaged`.
-        num_averaged: number of ranks over which tensors and divisor are averaged.
-        has_weight: whether the divisor is known not to be 0, without reading a device.
-        loss_scale: the factor of the losses against underflow; None means 1.
-        cursor: the data's cursor after the batches; None for plain values.
-        start: the cursor before the batch of gradients that a user made.
-        num_micro_batches: number of backward passes in the sum.
-        update: the state's `num_tried` when the gradients were computed; None if a user made
-            them.
-        skip: whether transforms of `grads` skip the update; None if no transform checks.
-        trained: names of the trained parameters when the gradients were computed; None
-            means not checked.
-        finite_loss: False if a loss of this rank was infinite or not a number.
-        owned_by_engine: whether an engine holds the gradients, so that nobody can read them.
-        slots: slots of transforms that took part in the reduction, by name.
-        shows_totals: whether `tensors` are of totals, as in a transform's `reduce`.
-        lease: ends when the gradients are passed to `apply_grads` or to `into=`. Its
-            `is_mean` says whether the division is done; a lone mean needs no division.
+        divisor: the weight that the gradients must be divided by, of this rank or of all
+            ranks. If it is averaged over ranks, it is the weight divided by `num_averaged`.
+        num_averaged: the number of ranks over which gradients and divisor are averaged.
+        has_weight: whether the divisor is known not to be 0, without reading it from a device.
+        loss_scale: the factor of the losses that avoids underflow; None means 1.
+        cursor: the data's cursor after the batches; None if the batches were plain values.
+        start: the cursor before the batch, for gradients from `Grads(tensors, batch=batch)`.
+        num_micro_batches: the number of backward passes whose gradients were added.
+        update: the state's `num_tried` when the gradients were computed; None for gradients
+            from `Grads(tensors)`.
+        skip: the request to skip the update; None if no transform asked.
+        trained: the names of the trained parameters when the gradients were computed; None if
+            unknown.
+        finite_loss: False if a loss on this rank was infinite or NaN.
+        owned_by_engine: whether the gradients are inside an engine and cannot be read.
+        slots: the new slots of transforms that took part in the reduction, by name.
+        shows_totals: whether `grads.tensors` are gradients of totals, as in `reduce`.
+        lease: ends when the gradients are passed to `apply_grads` or `into=`. Its `is_mean`
+            says whether the gradients are divided already.
     """
 
     divisor: Number
@@ -530,7 +534,7 @@ class GradInfo:
 
     @property
     def scale(self) -> Number:
-        """The number that turns gradients of totals into gradients of the mean."""
+        """The divisor from gradients of totals to gradients of the mean, with the loss scale."""
         weight = self.divisor if self.has_weight else never_zero(self.divisor)
         return weight if self.loss_scale is None else self.loss_scale.double() * weight
 
@@ -538,22 +542,23 @@ class GradInfo:
 @hint_attributes("setattr", "getitem")
 @attrs.frozen(init=False, eq=False)
 class Grads:
-    """Gradients by parameter name, and the total weight of the losses.
+    """Gradients by parameter name, and the weight of their losses.
 
-    `value_and_grad` returns them. `Grads(tensors, weight=n)` makes them of gradients that were
-    found in another way, as for DP-SGD, evolution strategies or reinforcement learning.
+    `value_and_grad` returns a `Grads`. If you compute gradients yourself, as for DP-SGD,
+    evolution strategies or reinforcement learning, create it with `Grads(tensors, weight=n)`.
 
-    Gradients are stored as totals and divided once: by `apply_grads`, or when you read
-    `tensors`. So they add exactly over micro-batches and ranks. A parameter that the loss
-    does not use is left out.
+    Gradients are stored as gradients of the loss total, and divided by the weight once: in
+    `apply_grads`, or when you read `tensors`. So gradients of micro-batches and ranks can be
+    added exactly. Parameters that the loss does not use have no entry.
 
     Attributes:
-        as_taken: the stored gradients: a tensor per parameter, of totals or of the mean.
-        tensors: the gradients of the mean; in a transform's `reduce` of this rank's totals.
-        weight: the total weight: samples, or the weights of `af.Loss`.
-        buffers: the buffers (running statistics) that the forward passes wrote.
+        as_taken: internal: the stored gradients by parameter name, of totals or of the mean.
+        tensors: the gradients of the mean loss by parameter name. In a transform's `reduce`,
+            the gradients of this rank's total.
+        weight: the number of samples, or the sum of the weights of `af.Loss`.
+        buffers: the buffers (running statistics) after the forward passes.
         reduced: whether the gradients are reduced over all ranks.
-        metrics: values that transforms of `grads` report, by name.
+        metrics: values that methods `grads` of transforms report, by name.
         taken: internal information for the step.
     """
 
@@ -574,20 +579,20 @@ class Grads:
         reduced: bool = False,
         taken: GradInfo | None = None,
     ) -> None:
-        """Make gradients of this rank. `apply_grads`, `sync_grads` and `into=` take them.
+        """Create gradients of this rank, for `apply_grads`, `sync_grads` or `into=`.
 
         Args:
-            tensors: gradients of the mean over this rank's samples, by parameter name, in the
-                parameters' shapes and dtypes. An update changes them in place.
-            weight: what the mean is over, such as the number of samples; over ranks and
-                micro-batches, gradients are averaged by weight. With 0 they have no effect.
-                By default the number of samples in `batch`, or 1 without a batch.
-            batch: the batch of `af.batches` that they are of, if any: the next state's cursor
-                is after it.
+            tensors: gradients of the mean over this rank's samples, by parameter name, with the
+                parameters' shapes and dtypes. An update changes these tensors in place.
+            weight: the divisor of the mean, such as the number of samples. Gradients of several
+                ranks or micro-batches are averaged with these weights; a weight of 0 means no
+                effect. Default: the number of samples in `batch`, or 1 without a batch.
+            batch: the batch of `af.batches` from which the gradients were computed, if any. The
+                cursor of the next state is then after this batch.
             metrics: numbers for the step's metrics, by name.
             buffers: the buffers after the forward passes.
-            reduced: whether all ranks pass the same gradients, of all samples.
-            taken: leave it out.
+            reduced: whether all ranks pass the same gradients, computed from all samples.
+            taken: internal; do not pass it.
 
         Raises:
             GradsError: a gradient is not a tensor, or the weight is not a number.
@@ -612,10 +617,10 @@ class Grads:
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """A tensor per parameter: of the mean, or of this rank's totals in `reduce`.
+        """The gradients of the mean by parameter name; in `reduce`, of this rank's total.
 
         Raises:
-            GradsError: the gradients are of totals, and were donated.
+            GradsError: the gradients are not divided, and were passed to `apply_grads` or `into=`.
         """
         if self.taken.shows_totals or self.taken.owned_by_engine:
             return self.as_taken
@@ -626,16 +631,17 @@ class Grads:
 
     @property
     def weight(self) -> Number:
-        """The total weight: samples, or the weights of `af.Loss`."""
+        """The number of samples, or the sum of the weights of `af.Loss`."""
         info = self.taken
         if info.num_averaged == 1:
             return info.divisor
         return info.divisor * info.num_averaged
 
     def divide(self, kernel_divides: Callable[[Number], bool] | None) -> Number | None:
-        """Divide gradients of totals in place, to those of the mean; see `divide_`.
+        """Divide gradients of totals by the weight, in place; see `divide_`.
 
-        No kernel knows the loss scale, so with a loss scale nothing is left to it.
+        With a loss scale, the optimizer's kernel never divides, because it does not know the
+        scale.
         """
         info = self.taken
         if info.lease.is_mean:
@@ -646,13 +652,13 @@ class Grads:
         return divisor
 
     def multiply_back(self) -> None:
-        """Multiply divided gradients in place, back to those of totals."""
+        """Undo `divide`: multiply gradients of the mean by the weight, in place."""
         if self.taken.lease.is_mean:
             tree.mul_(self.as_taken.values(), self.taken.scale)
             self.taken.lease.is_mean = False
 
     def give_away(self) -> None:
-        """End the lease: these gradients, and records that share it, raise from now on."""
+        """Mark the gradients as used: from now on, all records of the same tensors raise."""
         update = self.taken.update
         text = (
             _GIVEN if update is not None else _GIVEN.replace(" of update {update}", "")
@@ -665,41 +671,41 @@ class Grads:
         dtypes: Collection[torch.dtype] = (),
         device: torch.device | None = None,
     ) -> None:
-        """Raise unless every gradient fits the parameter of its name.
+        """Raise unless every gradient has the shape, dtype and device of its parameter.
 
         Args:
-            params: the parameters.
-            dtypes: further dtypes that a gradient may have.
-            device: a further device that a gradient may be on.
+            params: the parameters by name.
+            dtypes: other dtypes that a gradient may have.
+            device: another device that a gradient may be on.
 
         Raises:
-            GradsError: a gradient does not fit.
+            GradsError: a gradient has no parameter, or does not fit its parameter.
         """
         for name, grad in self.as_taken.items():
             param = params.get(name)
             if param is None:
-                msg = f"Gradients hold {name!r}, which is no parameter that is trained."
+                msg = f"The gradients contain {name!r}, but no trained parameter has this name."
                 raise GradsError(msg)
             want = (tuple(param.shape), param.dtype, param.device)
             if not isinstance(grad, torch.Tensor):
-                msg = (
-                    f"The gradient of {name!r} is {type(grad).__name__}, not a tensor."
-                )
+                kind = type(grad).__name__
+                msg = f"The gradient of {name!r} has type {kind}; expected a tensor."
                 raise GradsError(msg)
             dtype = param.dtype if grad.dtype in dtypes else grad.dtype
             place = param.device if grad.device == device else grad.device
             have = (tuple(grad.shape), dtype, place)
             if have != want:
                 msg = (
-                    f"The gradient of {name!r} is {have}, but the parameter is {want}."
+                    f"The gradient of {name!r} has (shape, dtype, device) = {have}, but the"
+                    f" parameter has {want}."
                 )
                 raise GradsError(msg)
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """Return the record with `fn` applied to every gradient.
+        """Return a `Grads` with `fn` applied to every gradient.
 
-        If `fn` returns copies, the copies are donated independently of the original
-        gradients. If `fn` returns a gradient or a view, both are donated together.
+        If `fn` returns new tensors, you can pass the result and the original to different
+        updates. If `fn` returns a gradient itself or a view, only one of both can be used.
         """
         self.taken.lease.check()
         tensors = {n: split_as(fn(grad), grad) for n, grad in self.tensors.items()}
@@ -711,11 +717,11 @@ class Grads:
         return attrs.evolve(self, tensors=tensors, taken=info)
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Self:
-        """Return the record with other gradients of the mean, of the same weight.
+        """Return a `Grads` with other gradients of the mean, and the same weight.
 
-        In `reduce` the weight is only this rank's: return `with_sums` there.
+        Do not use it in `reduce`, where the weight is only that of this rank; use `with_sums`.
         """
-        had = self.tensors  # which DeepSpeed lets nobody see
+        had = self.tensors  # if DeepSpeed owns the gradients, `had.get` raises
         split = {
             n: split_as(tensor, had.get(n)) if is_shard(tensor) else tensor
             for n, tensor in tensors.items()
@@ -723,16 +729,17 @@ class Grads:
         return attrs.evolve(self, tensors=split)
 
     def with_sums(self, tensors: Mapping[str, torch.Tensor], weight: Number) -> Self:
-        """Return the record with the sums and the weight of all ranks.
+        """Return a `Grads` with sums of gradients over all ranks, and the sum of the weights.
 
-        Return this from a transform's `reduce`. In `reduce`, `tensors` are the gradients of
-        this rank's loss totals, and `weight` is their weight: add both over the ranks. Then
-        every rank divides by the same weight, and replicas agree to the last bit. For means
-        pass a weight of 1.
+        Return the result from a transform's `reduce`. There, `grads.tensors` are gradients of
+        this rank's loss total, and `grads.weight` is its weight: add both over the ranks. Then
+        every rank divides by the same weight, and all ranks have bitwise equal gradients. If
+        your `reduce` computes means, pass a weight of 1.
 
         Args:
-            tensors: by name, for at least all existing gradients, in the parameters' dtypes.
-            weight: a number, or a scalar of at least 32 bits; the same on all ranks.
+            tensors: the sums by parameter name, at least for all gradients of this rank, in the
+                parameters' dtypes.
+            weight: a number, or a scalar tensor of at least 32 bits; the same on all ranks.
 
         Raises:
             GradsError: a gradient of this rank is left out, or the weight is not valid.
@@ -740,14 +747,14 @@ class Grads:
         missing = sorted(self.as_taken.keys() - tensors.keys())
         if missing:
             msg = (
-                f"with_sums leaves out {', '.join(missing[:5])}, but this rank has a"
-                " gradient: these parameters would not be trained. Pass zeros, if you mean"
-                " that."
+                f"grads.with_sums: the tensors lack {', '.join(missing[:5])}, but this rank has"
+                " a gradient of these parameters, which would be lost. Pass their sums, or"
+                " zeros if that is intended."
             )
             raise GradsError(msg)
         info = attrs.evolve(
             self.taken,
-            divisor=_whole_weight(weight, "with_sums"),
+            divisor=_whole_weight(weight, "grads.with_sums"),
             num_averaged=1,
             has_weight=not isinstance(weight, torch.Tensor) and weight != 0,
             lease=Lease(),
@@ -755,21 +762,21 @@ class Grads:
         return attrs.evolve(self, tensors=tensors, taken=info, reduced=True)
 
     def with_metrics(self, **values: Number) -> Self:
-        """Return the record with more values for the step's metrics."""
+        """Return a `Grads` with more values for the step's metrics."""
         return attrs.evolve(self, metrics={**self.metrics, **values})
 
     def with_skip(self, flag: torch.Tensor | int, *, agreed: bool = False) -> Self:
-        """Return the record with a request to skip the update, in addition to earlier ones.
+        """Return a `Grads` with a request to skip the update, added to earlier requests.
 
-        Call it on all ranks or on no rank, because it leads to a collective. A rank that
-        does not want to skip calls `with_skip(False)`. If any rank wants to skip, all ranks
-        skip: parameters, buffers, optimizer and step stay as they are, the batch counts as
-        seen, and `metrics["skipped"]` is 1.
+        Call this on all ranks or on no rank, because it leads to a collective. A rank that
+        does not need to skip calls `with_skip(False)`. If any rank asks to skip, all ranks
+        skip: parameters, buffers, optimizer state and step number do not change, the batch
+        counts as seen, and `metrics["skipped"]` is 1.
 
         Args:
             flag: True, or a scalar other than 0, to skip.
-            agreed: whether all ranks pass the same flag; else a collective combines the
-                flags.
+            agreed: whether you know that all ranks pass the same flag. Otherwise a collective
+                combines the flags.
         """
         wish = Skip((torch.as_tensor(flag) != 0).to(torch.float32), agreed)
         before = self.taken.skip
@@ -777,7 +784,7 @@ class Grads:
         return attrs.evolve(self, taken=info)
 
     def __repr__(self) -> str:
-        """Show a summary, without reading a device."""
+        """Return a summary, without reading values from a device."""
         kind = "reduced" if self.reduced else "of this rank"
         update = self.taken.update
         origin = "made by hand" if update is None else f"at update {update}"
@@ -791,14 +798,14 @@ def _detach_grads(tensors: Any) -> dict[str, torch.Tensor]:
     """Return a user's gradients without their graphs.
 
     Raises:
-        GradsError: they are not tensors by name.
+        GradsError: the argument is not a dict from names to tensors.
     """
     if isinstance(tensors, Mapping):
         grads = cast("Mapping[Any, Any]", tensors)
         if all(isinstance(grad, torch.Tensor) for grad in grads.values()):
             return {name: grad.detach() for name, grad in grads.items()}
     msg = (
-        "af.Grads(tensors): expected a tensor for each parameter name, such as"
+        "af.Grads(tensors): expected a dict from parameter names to tensors, such as"
         " dict(zip(state.params, torch.autograd.grad(loss, state.params.values())))."
     )
     raise GradsError(msg)
@@ -808,14 +815,14 @@ def _count_samples(batch: Batch | None) -> Number:
     """Return the number of this rank's samples in a batch; 1 without a batch.
 
     Raises:
-        GradsError: the batch does not say the number.
+        GradsError: the number of samples in the batch is unknown.
     """
     counts = [1] if batch is None else batch.weights
     if None not in counts:
         return sum(cast("Sequence[int]", counts))
     msg = (
-        "af.Grads(tensors, batch=batch): this batch does not know its number of samples. Pass"
-        " weight=, such as the number of rows that count."
+        "af.Grads(tensors, batch=batch): the number of samples in this batch is unknown. Pass"
+        " weight=, such as the number of samples."
     )
     raise GradsError(msg)
 
@@ -823,7 +830,7 @@ def _count_samples(batch: Batch | None) -> Number:
 def _without_weight(
     tensors: dict[str, torch.Tensor], weight: Number
 ) -> dict[str, torch.Tensor]:
-    """Return gradients of the mean as 0 if the weight is 0; a mean of nothing may be NaN.
+    """Replace gradients by 0 if their weight is 0, because a mean over 0 samples may be NaN.
 
     Raises:
         GradsError: the weight is a negative number.
@@ -837,7 +844,11 @@ def _without_weight(
 
 
 def _whole_weight(weight: Any, call: str) -> Number:
-    """Return a weight that divides gradients precisely enough."""
+    """Return a weight as a number, or a scalar tensor of at least 32 bits.
+
+    Raises:
+        GradsError: the weight is not a finite number, or has too few bits.
+    """
     if is_number(weight) and math.isfinite(weight):
         return weight
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
@@ -847,8 +858,8 @@ def _whole_weight(weight: Any, call: str) -> Number:
             return weight.detach().reshape(()).double()
     text = format_tensor(weight) if isinstance(weight, torch.Tensor) else repr(weight)
     msg = (
-        f"{call}(weight={text}): expected a number, or a scalar of at least 32 bits, because"
-        " 16 bits cannot hold a count:"
-        " torch.as_tensor(grads.weight, dtype=torch.float64), summed over the ranks."
+        f"{call}(weight={text}): expected a finite number, or a scalar tensor of at least 32"
+        " bits, because a large count does not fit in 16 bits. Write"
+        " torch.as_tensor(grads.weight, dtype=torch.float64), and sum this tensor over the ranks."
     )
     raise GradsError(msg)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TrainState`: the complete state of training at one moment, as a value.
+"""`TrainState`: an immutable record of the complete training state at one moment.
 
-The record is frozen; its tensors are updated in place. A step takes ownership of its state,
-like JAX's donated buffers: after the step, old records raise, and the new record owns the
-tensors. The lease belongs to the tensors, so all records that share tensors end together.
+A step updates the tensors of its state in place, and so takes ownership of the state, like
+JAX's donated buffers. After the step the old record raises an error if you use it, and the new
+record owns the tensors. Records that share tensors share a lease, so all of them become invalid
+at the same time.
 """
 
 import inspect
@@ -50,7 +51,7 @@ from accelfn.state.update import (
 )
 from accelfn.world import World
 
-# Compare states over ranks: every rank sends a row per tensor or number.
+# Comparison of states over ranks: every rank sends one row per tensor or number.
 
 
 _LABEL = "replicas agree"
@@ -59,23 +60,25 @@ _LABEL = "replicas agree"
 def check_same_values(
     fields: Mapping[str, Any], world: World, *, is_split: bool, advice: str
 ) -> None:
-    """Raise, on all ranks, unless fields of a state are bitwise equal on all of them.
+    """Raise on all ranks if fields of a state are not bitwise equal on all ranks.
 
     Args:
-        fields: the values by field, compared in this order.
+        fields: the values by field name, compared in this order.
         world: the ranks to compare.
-        is_split: whether ranks hold parts; then copies of the same part are compared.
-        advice: the last sentences of the error.
+        is_split: whether tensors are sharded; then ranks with the same shard are compared.
+        advice: the last sentences of the error message.
 
-    Cost: a few passes over every tensor, and two gathers of a line per tensor.
+    Cost: a few passes over every tensor, and two gathers of one line per tensor.
 
     Raises:
-        ReplicaMismatchError: the first difference, with a row per rank.
+        ReplicaMismatchError: the ranks differ; the message shows the first different row.
     """
     if world.size == 1:
         return
     rows = {name: row for field in fields for name, row in _rows(field, fields[field])}
-    if is_split:  # the checksum is of all parts together
+    if (
+        is_split
+    ):  # compare local shapes first, because a checksum covers all shards of a copy
         shapes = {
             name: format_tensor(row) if isinstance(row, torch.Tensor) else row
             for name, row in rows.items()
@@ -87,7 +90,7 @@ def check_same_values(
 def shared_slots(
     slots: Mapping[str, Any], entries_by_rank: Collection[tuple[str, str]]
 ) -> dict[str, Any]:
-    """Return slots without per-rank entries, which `entries_by_rank` lists as (slot, entry)."""
+    """Return slots without the entries that differ by rank, given as (slot, entry) pairs."""
     shared = dict(slots)
     for name, entry in entries_by_rank:
         if isinstance(shared.get(name), Mapping):
@@ -96,7 +99,7 @@ def shared_slots(
 
 
 def _add_checksums(rows: Mapping[str, Any], world: World) -> dict[str, str]:
-    """Replace the tensors in rows by their shapes and checksums."""
+    """Return rows as text: for a tensor its shape, dtype and checksum."""
     tensors = {name: row for name, row in rows.items() if isinstance(row, torch.Tensor)}
     if not tensors:
         return dict(rows)
@@ -109,7 +112,7 @@ def _add_checksums(rows: Mapping[str, Any], world: World) -> dict[str, str]:
 
 
 def _rows(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and descriptions of plain values at and below a path."""
+    """Yield (path, tensor) for tensors in a value, and (path, text) for its other leaves."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, Mapping):
@@ -128,7 +131,7 @@ def _rows(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield path, repr(value) if plain else type(value).__name__
 
 
-# Values of a state under another setup: layouts over ranks, and agreement of replicas.
+# Values of a state for another setup: shard them differently, and compare the ranks.
 
 
 OptState: TypeAlias = dict[str, dict[str, Any]]
@@ -136,13 +139,13 @@ OptState: TypeAlias = dict[str, dict[str, Any]]
 
 @attrs.frozen
 class Values:
-    """The values of a state.
+    """The tensors and slots of a state.
 
     Attributes:
         params: the parameters by name.
         buffers: the buffers by name.
         opt_state: the optimizer's state by parameter name.
-        slots: the entries of transforms and of the user, by name.
+        slots: the entries of transforms, and the user's own entries, by name.
     """
 
     params: dict[str, torch.Tensor]
@@ -152,13 +155,14 @@ class Values:
 
 
 def carry_over(values: Values, before: Definition, after: Definition) -> Values:
-    """Convert values from one definition to another.
+    """Convert a state's values from one definition to another.
 
-    If ranks trained independently and now train together, they compare their values. If a
-    definition splits the model, values move to the new layout. Both steps are collectives.
+    If ranks trained independently before and train together now, they compare their values. If
+    one of the definitions shards the model, values are moved to the new layout. Both steps are
+    collectives.
 
     Raises:
-        ReplicaMismatchError: ranks that trained independently hold different values.
+        ReplicaMismatchError: ranks that trained independently have different values.
     """
     has_new_copies = after.copy_of_each not in ((), before.copy_of_each)
     if "apart" in before.setup.facts and (
@@ -179,12 +183,12 @@ def carry_over(values: Values, before: Definition, after: Definition) -> Values:
 def check_replicas_agree(
     values: Values, definition: Definition, entries_by_rank: Collection[tuple[str, str]]
 ) -> None:
-    """Raise unless independently trained ranks hold equal values, except buffers.
+    """Raise unless ranks that trained independently have equal values; ignore buffers.
 
     Args:
         values: the values, with the slots that the new setup keeps.
-        definition: the definition of the independent training.
-        entries_by_rank: per-rank entries of the new setup, by slot and entry.
+        definition: the definition under which the ranks trained independently.
+        entries_by_rank: slot entries that differ by rank in the new setup, as (slot, entry).
 
     Raises:
         ReplicaMismatchError: the values differ.
@@ -199,22 +203,22 @@ def check_replicas_agree(
         definition.world,
         is_split=definition.layout is not None,
         advice=(
-            f"Under {transform!r} ranks trained independently, and now they would drift. Average"
-            " them first: state = af.finalize(state) averages parameters, and under"
-            " af.local_sgd(opt_state=True) the optimizer's state, too."
+            f"Under {transform!r} the ranks trained independently, but the new setup needs equal"
+            " values on all ranks. First write state = af.finalize(state), which averages the"
+            " parameters, and under af.local_sgd(opt_state=True) also the optimizer's state."
         ),
     )
 
 
 def cut_params(params: dict[str, torch.Tensor], layout: Any) -> dict[str, torch.Tensor]:
-    """Cut whole parameters to their parts in a layout; None cuts nothing."""
+    """Shard full parameters as a layout says; without a layout return them as they are."""
     if layout is None:
         return params
     return {n: p if is_shard(p) else layout.cut(n, p) for n, p in params.items()}
 
 
 def move_layout(values: Values, before: Definition, definition: Definition) -> Values:
-    """Move values from the layout of one definition to that of another.
+    """Reshard values from the layout of definition `before` to that of `definition`.
 
     Shards are gathered, which is a collective.
     """
@@ -223,7 +227,7 @@ def move_layout(values: Values, before: Definition, definition: Definition) -> V
     layout_after, world = definition.layout, definition.world
     if layout_after is not None and layout_after.same(before.layout):
         return values
-    if before.layout is None:  # whole values must have been equal on all ranks
+    if before.layout is None:  # the full values must be equal on all ranks
         check_replicas(
             values.params,
             world,
@@ -242,11 +246,11 @@ def move_layout(values: Values, before: Definition, definition: Definition) -> V
 
 
 def move_to_device(values: Values, definition: Definition) -> Values:
-    """Move whole values to the device; parts stay on their devices."""
+    """Move unsharded values to the world's device; shards stay where they are."""
     device = definition.world.device
     params = {n: p if is_shard(p) else p.to(device) for n, p in values.params.items()}
     buffers = {name: buffer.to(device) for name, buffer in values.buffers.items()}
-    # dicts: an engine may have kept values in another order
+    # `params` is a plain dict here; an engine may keep values in another order
     module = definition.skeleton.module
     opt_state = place_opt_state(values.opt_state, params, definition.optimizer, module)
     return attrs.evolve(values, params=params, buffers=buffers, opt_state=opt_state)
@@ -256,17 +260,17 @@ def move_to_device(values: Values, definition: Definition) -> Values:
 @hint_attributes("setattr", "getitem")
 @attrs.frozen(kw_only=True, eq=False)
 class TrainState:
-    """A frozen record of the complete state of training at one moment.
+    """An immutable record of the complete training state at one moment.
 
-    Checkpoints hold `params`, `buffers`, `opt_state`, `step`, `cursor`, `seed` and `slots`.
-    They do not hold the definition: `optimizer`, `schedule`, `data`, `setup`, `world` and
-    `name`. Create a state with `TrainState.create`; a step returns the next state.
+    Create a state with `TrainState.create`; a step returns the next state. Checkpoints contain
+    `params`, `buffers`, `opt_state`, `step`, `cursor`, `seed` and `slots`. They do not contain
+    the definition: `optimizer`, `schedule`, `data`, `setup`, `world` and `name`.
 
     Attributes:
-        step: number of updates that the optimizer has taken.
-        cursor: the samples that those updates have seen.
+        step: the number of optimizer steps so far.
+        cursor: the position in the data: the epoch, and the number of its samples seen.
         seed: the seed of all random numbers.
-        num_skipped: number of updates that transforms have skipped.
+        num_skipped: the number of updates that transforms have skipped.
     """
 
     _params: dict[str, torch.Tensor] = attrs.field(alias="params")
@@ -297,52 +301,55 @@ class TrainState:
     ) -> Self:
         """Create the initial state from a model, an optimizer and optional data and setup.
 
-        With init="shard" no process ever holds the whole model. The factory runs with its
-        parameters on the meta device. Then accelfn initializes module after module on the
-        CPU, by `reset_parameters()`, or by `_init_weights(module)` of Transformers' models,
-        and cuts each to this rank's part before the next. The values are the same on any
-        number of ranks and in any layout. They differ from those of init="whole" with the
-        same seed, because each module has a generator of its name. A tied parameter is
-        initialized once, under its first name.
+        With init="shard" no process ever needs memory for the full model. The factory runs with
+        parameters on the meta device. Then accelfn initializes one module after another on the
+        CPU, and keeps only this rank's shards. It calls the module's `reset_parameters()`, or
+        `_init_weights(module)` of a Transformers model. The values are the same for
+        any number of ranks and any layout. They differ from the values of init="whole" with the
+        same seed, because each module has its own random generator, seeded from its name. A
+        tied parameter is initialized once, under its first name.
 
-        With init="shard" other changes of parameters by the factory would be lost. So
-        `create` raises if the factory loads a parameter, or sets it outside the method of its
-        module or of a module around it, and if no method sets a parameter.
+        With init="shard" other changes that the factory makes to parameters would be lost. So
+        `create` raises if the factory loads a parameter, or sets a parameter outside of such a
+        method of its module or of an enclosing module, or if no method sets a parameter.
 
         Args:
-            model: a factory, called with the same seed on every rank, or an instance, whose
-                parameters the state takes over. The instance, and each parameter of it that you
-                kept, is empty afterwards; clone what you need before.
-            optimizer: a factory that takes a list of `(name, parameter)`, such as
-                `partial(torch.optim.AdamW, lr=3e-4)`, or a ready torch optimizer over the
-                parameters of a model instance; the state takes ownership of it.
-            schedule: update number -> factor of the learning rate; see `af.schedules`.
+            model: a function that returns the model, such as a class; it is called with the
+                same seed on every rank. Or a model instance: the state takes ownership of its
+                parameters. The instance and its parameters are empty afterwards, so clone
+                what you still need before.
+            optimizer: a function of a list of pairs `(name, parameter)`, such as
+                `partial(torch.optim.AdamW, lr=3e-4)`. Or a torch optimizer over the parameters
+                of the model instance; the state takes ownership of the optimizer.
+            schedule: a function from the update number to the factor of the learning rates;
+                see `af.schedules`.
             data: `af.Data`, a torch DataLoader (see `Data.from_loader`), or None. A loader's
-                batch size is that of an update: if the setup splits it, an `AccelfnWarning`
-                gives the code to write.
-            setup: transforms; the same as `setup(TrainState.create(...))`.
-            world: default `World.single()`.
-            seed: the seed of parameters, sample order and all random numbers in a step.
-            name: gives several states different random numbers, such as the two of a GAN.
-            init: "whole" runs the factory on the host of each rank, and then cuts the model
-                if the setup splits it; "shard" initializes and cuts module by module.
+                batch size is used as the number of samples per update. If the setup splits
+                batches, an `AccelfnWarning` shows the code for both meanings.
+            setup: a transform or a chain of transforms, as in `setup(TrainState.create(...))`.
+            world: the ranks that train; default `World.single()`.
+            seed: the seed of the parameters, the sample order and all random numbers in steps.
+            name: the name of the state. States with different names, such as the two of a
+                GAN, have different random numbers.
+            init: "whole" calls the factory on the CPU of each rank, and then shards the model
+                if the setup does so. "shard" initializes and shards module by module.
 
         Law:
-            With init="shard", the values on all ranks together are bitwise the same for
-            every number of ranks, axes and layout.
+            With init="shard", the full parameters are bitwise the same for every number of
+            ranks, all axes and every layout.
 
         Cost:
-            With init="shard", a rank holds its parts and the parameters of one module, and of
-            inner modules that the same call sets. Methods that set parameters run once more
-            on meta.
+            With init="shard", a rank needs memory for its shards and for the parameters of one
+            module, including inner modules that the same method sets. Methods that set
+            parameters also run once on the meta device.
 
         Raises:
-            ArgumentError: `seed`, `name`, `schedule`, `world`, `data` or `init` is not valid.
-            ModelError: no trainable parameter, meta tensors, or parameters that another
-                state owns. With init="shard": an instance, a parameter that no method
-                sets, or that the factory sets outside of one.
+            ArgumentError: `seed`, `name`, `schedule`, `world`, `data` or `init` is invalid.
+            ModelError: the model has no trainable parameter, has meta tensors, or has
+                parameters that another state owns. With init="shard": `model` is an instance,
+                or a parameter is not set by a method as above.
             OptimizerError: the optimizer does not belong to the model, or needs a closure.
-            WorldError: ranks along an axis would all do the same.
+            WorldError: ranks along an axis would all do the same work.
         """
         new_setup = chain() if setup is None else chain(setup)
         beginning, definition = begin(
@@ -373,7 +380,7 @@ class TrainState:
 
     @property
     def params(self) -> Mapping[str, torch.Tensor]:
-        """The parameters by name; a tied one under its first name."""
+        """The parameters by name; a tied parameter has only its first name."""
         return self._readonly_view("params")
 
     @property
@@ -383,15 +390,15 @@ class TrainState:
 
     @property
     def opt_state(self) -> Mapping[str, Mapping[str, Any]]:
-        """Tensors and changing numbers of the optimizer, by parameter name.
+        """The optimizer's state by parameter name.
 
-        Numbers of a whole parameter group are under `<group 0>` and so on.
+        Numbers that belong to a parameter group are under the names `<group 0>`, `<group 1>`, ...
         """
         return self._readonly_view("opt_state")
 
     @property
     def slots(self) -> Mapping[str, Any]:
-        """The transforms' entries and the user's own, by name."""
+        """The entries of transforms, and your own entries from `with_slot`, by name."""
         return self._readonly_view("slots")
 
     def _readonly_view(self, field: str) -> Mapping[str, Any]:
@@ -407,12 +414,12 @@ class TrainState:
 
     @property
     def setup(self) -> chain:
-        """The transforms."""
+        """The chain of transforms that the state is trained with."""
         return self.definition.setup
 
     @property
     def world(self) -> World:
-        """The world it trains in."""
+        """The world: the ranks that train this state."""
         return self.definition.world
 
     @property
@@ -422,17 +429,17 @@ class TrainState:
 
     @property
     def schedule(self) -> Schedule | None:
-        """The learning rate as a function of the update number; see `af.schedules`."""
+        """The function from the update number to the factor of the learning rates, or None."""
         return self.definition.schedule
 
     @property
     def name(self) -> str:
-        """The name that gives this state other random numbers than other states."""
+        """The name; states with different names have different random numbers."""
         return self.definition.name
 
     @property
     def step(self) -> int:
-        """The number of updates that the optimizer has taken."""
+        """The number of optimizer steps so far."""
         step = self._step
         return step.tried - step.read() if isinstance(step, Skips) else step
 
@@ -444,7 +451,7 @@ class TrainState:
 
     @property
     def num_tried(self) -> int:
-        """The number of updates taken or skipped; random numbers depend on it."""
+        """The number of updates, including skipped updates; random numbers depend on it."""
         step = self._step
         return step.tried if isinstance(step, Skips) else step + self._num_skipped
 
@@ -457,19 +464,19 @@ class TrainState:
     def lrs(self) -> tuple[float, ...]:
         """The learning rates of the next update, one per parameter group.
 
-        A transform's `hyper` takes precedence over the schedule. Inside a `hyper`, the rates are
-        those of transforms to its left, of the schedule, or of the optimizer.
+        A transform's `hyper` replaces the schedule's rates. Inside a `hyper`, the rates are those
+        that were set so far by the optimizer, the schedule and the transforms to its left.
         """
         return next_rates(self, self._slots)
 
     def copy(self) -> Self:
-        """Copy the state and its tensors; a step on one does not change the other.
+        """Copy the state and its tensors; a step with one state does not change the other.
 
-        Shared tensors stay shared in the copy. Cost: a copy of every tensor.
+        A tensor that occurs twice in the state is copied once. Cost: a copy of every tensor.
         """
         self.lease.check()
         with own_modes(self.world.device):
-            # dicts: an engine may keep the values of a state in another order
+            # plain dicts, because an engine may keep values in its own kind of mapping
             params, opt_state = dict(self._params), dict(self._opt_state)
             params, buffers, opt_state, slots = tree.clone(
                 (params, self._buffers, opt_state, self._slots)
@@ -484,7 +491,7 @@ class TrainState:
             )
 
     def __copy__(self) -> Self:
-        """Return the state itself; `copy` copies tensors."""
+        """Return the state itself; call `state.copy()` to copy the tensors."""
         return self
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:
@@ -492,19 +499,19 @@ class TrainState:
         return self.copy()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise for pickle and torch.save, because a definition holds functions."""
+        """Raise for pickle and torch.save, because the definition contains functions."""
         msg = (
-            "A TrainState is not pickled: write af.save(state, directory), which af.load"
-            " reads, or torch.save(af.full_params(state), file) for parameters alone."
+            "A TrainState cannot be pickled. Write af.save(state, directory), which af.load"
+            " reads, or torch.save(af.full_params(state), file) for only the parameters."
         )
         raise CallError(msg)
 
     def with_params(self, params: Mapping[str, torch.Tensor]) -> Self:
         """Return the state with copies of the given parameters.
 
-        The parameters are copied, because a step would otherwise change the tensors of another
-        state. Before the first update, slots such as an average begin with the new
-        parameters; later slots stay as they are.
+        The parameters are copied, so a step does not change the tensors that you pass. Before
+        the first update, slots such as an average start with the new parameters. Later, slots
+        do not change.
 
         Raises:
             StateError: names, shapes, dtypes or devices do not match the model.
@@ -518,11 +525,12 @@ class TrainState:
         return attrs.evolve(new_state, slots=restart_slots(self, new_state))
 
     def with_slot(self, name: str, value: Any) -> Self:
-        """Return the state with a user entry, which checkpoints include.
+        """Return the state with an entry of your own, which checkpoints contain.
 
         Args:
             name: the name of the entry; not the name of a transform in the setup.
-            value: a tree of tensors and plain data; tensors of the state follow the training.
+            value: a tree of tensors and plain data. Pass copies of the state's own tensors,
+                because updates change these tensors in place.
 
         Raises:
             StateError: the name belongs to a transform.
@@ -534,20 +542,20 @@ class TrainState:
         return attrs.evolve(self, slots={**self._slots, name: value})
 
     def with_setup(self, setup: Any) -> Self:
-        """Return the state with another setup; it shares this one's tensors.
+        """Return the state with another setup; both states share their tensors.
 
         Transforms with the same name keep their slots, new transforms get new slots, and slots
-        of removed transforms are dropped. User entries stay. If ranks trained independently,
-        under `local_sgd`, and now train together, they compare their values, which is a
-        collective; buffers are those of rank 0 from then on.
+        of removed transforms are dropped. Your own entries stay. If ranks trained independently,
+        as under `local_sgd`, and now train together, they compare their values, which is a
+        collective, and use the buffers of rank 0.
 
         Raises:
-            ReplicaMismatchError: ranks that trained independently hold different parameters,
+            ReplicaMismatchError: ranks that trained independently have different parameters,
                 optimizer state or slots.
-            StateError: a new transform has the name of a user entry.
+            StateError: a new transform has the name of an entry of your own.
             CompositionError: a transform needs another transform that is missing.
-            WorldError: ranks along an axis would all do the same.
-            OptimizerError: a transform does not go with the optimizer.
+            WorldError: ranks along an axis would all do the same work.
+            OptimizerError: a transform does not work with the optimizer.
         """
         self.lease.check()
         new_setup = chain(setup)
@@ -566,26 +574,28 @@ class TrainState:
         return state
 
     def with_trainable(self, predicate: Callable[[str, torch.Tensor], object]) -> Self:
-        """Return the state with other parameters trained; it shares this one's tensors.
+        """Return the state with another choice of trained parameters; both share tensors.
 
-        The other parameters are frozen: no update changes a bit of them, weight decay and
-        momentum included. Their optimizer state is kept for when they are trained again. The
-        trained set belongs to the definition: `load` uses that of the given state, and warns
-        if the checkpoint trained another set.
-        Modules stay in their modes, so batch statistics still change; `local_sgd` and
-        `diloco` still average parameters that ranks had trained before.
+        All other parameters are frozen: no update changes them, not even by weight decay or
+        momentum. Their optimizer state is kept, in case you train them again. The choice is
+        not saved in checkpoints: `af.load` uses the choice of the state that you pass, and
+        warns if the checkpoint was trained with another choice.
+
+        Frozen modules stay in training mode, so batch statistics still change. `local_sgd` and
+        `diloco` still average parameters that were trained before.
 
         Args:
-            predicate: a function of a parameter's name (the first name, if tied) and the
-                parameter: whether to train it from now on. The same on all ranks.
+            predicate: a function of a parameter's name (for a tied parameter, the first name)
+                and the parameter. It returns whether to train the parameter from now on, and
+                must return the same on all ranks.
 
-        Law: frozen parameters stay bitwise as they are, and the rest are updated as by a
-        loop that sets `requires_grad`.
+        Law: frozen parameters do not change. The other parameters are updated as in a loop that
+        sets `requires_grad`.
 
-        Cost: an engine is built at the first step, as after `with_setup`.
+        Cost: the first step builds an engine, as after `with_setup`.
 
         Raises:
-            OptimizerError: the optimizer does not have a parameter that would be trained.
+            OptimizerError: the optimizer lacks a parameter that would be trained.
             ModelError: no parameter would be trained.
 
         Example:
@@ -596,21 +606,23 @@ class TrainState:
         definition, skeleton = self.definition, self.definition.skeleton
         names = trained_names(predicate, self._params, definition.optimizer, skeleton)
         if names == set(skeleton.trainable):
-            definition.cache.is_to_compare = True  # another rank may have other names
+            definition.cache.is_to_compare = (
+                True  # another rank may have chosen other names
+            )
             return self
         new_definition = attrs.evolve(definition, skeleton=skeleton.training(names))
         return attrs.evolve(self, definition=new_definition)
 
     def with_data(self, data: "Data | torch.utils.data.DataLoader[Any] | None") -> Self:
-        """Return the state with other training data; it shares this one's tensors.
+        """Return the state with other training data; both states share their tensors.
 
-        If both data have the same number of samples, the state keeps its place in the epoch, so
-        `state.with_data(attrs.evolve(state.data, global_batch_size=n))` changes the batch size
-        in mid-epoch. Otherwise, and for streams, the epoch begins anew.
+        If old and new data have the same number of samples, the position in the epoch is kept.
+        So `state.with_data(attrs.evolve(state.data, global_batch_size=n))` changes the batch
+        size in the middle of an epoch. Otherwise, and for streams, the epoch starts again.
 
-        Law: while batch sizes change, each sample is read once an epoch.
+        Law: even if batch sizes change, each sample is read once per epoch.
 
-        Cost: an engine is built at the first step, as after `with_setup`.
+        Cost: the first step builds an engine, as after `with_setup`.
 
         Raises:
             ArgumentError: the data are not `af.Data`, a torch DataLoader or None.
@@ -629,12 +641,12 @@ class TrainState:
         return attrs.evolve(self, definition=definition, cursor=cursor)
 
     def with_seed(self, seed: int) -> Self:
-        """Return the state with another seed; it shares this one's tensors.
+        """Return the state with another seed; both states share their tensors.
 
-        All random numbers from now on, and the order of the samples that are left in this
-        epoch, are those of the new seed: `state.copy().with_seed(n)` is a member of a population.
+        From now on, all random numbers and the order of the epoch's remaining samples depend on
+        the new seed. For population-based training, write `state.copy().with_seed(n)`.
 
-        Cost: an engine is built at the first step, as after `with_setup`.
+        Cost: the first step builds an engine, as after `with_setup`.
 
         Raises:
             ArgumentError: the seed is not an integer.
@@ -645,23 +657,23 @@ class TrainState:
         return attrs.evolve(self, definition=definition, seed=seed)
 
     def with_name(self, name: str) -> Self:
-        """Return the state with another name; it shares this one's tensors.
+        """Return the state with another name; both states share their tensors.
 
-        States of one program that differ in name draw different random numbers.
+        States with different names have different random numbers.
 
-        Cost: an engine is built at the first step, as after `with_setup`.
+        Cost: the first step builds an engine, as after `with_setup`.
 
         Raises:
-            ArgumentError: the name has other characters than letters, digits, - and _.
+            ArgumentError: the name is not a non-empty string.
         """
         self.lease.check()
-        check_word("state.with_name", "name", name, "which tells draws apart")
+        check_word("state.with_name", "name", name, "the name of the state")
         definition = attrs.evolve(self.definition, name=name)
         return attrs.evolve(self, definition=definition)
 
     def __repr__(self) -> str:
-        """Show a summary in one line, also of a donated state."""
-        # from the definition, because an engine may have to gather values first
+        """Return a summary in one line; this also works for a donated state."""
+        # counted on the definition's module, because an engine may have to gather parameters
         metas = self.definition.skeleton.module.parameters()
         count = sum(meta.numel() for meta in metas)
         note = " donated" if self.lease.is_over else ""
@@ -673,7 +685,7 @@ class TrainState:
 
 
 def check_state(call: str, value: object) -> None:
-    """Raise unless the argument of a call is a state; `call` is the user's code.
+    """Raise unless the argument of a call is a state; `call` is the call as text, for errors.
 
     Raises:
         ArgumentError: the argument is not a state.
@@ -685,14 +697,14 @@ def check_state(call: str, value: object) -> None:
         hint = " A step returns two things: state, metrics = step(state, batch)."
     elif isinstance(value, (nn.Module, Mapping)):
         hint = (
-            " A state is what TrainState.create(model=..., optimizer=...) returned; it holds"
-            " the model and its parameters."
+            " Pass the state that TrainState.create(model=..., optimizer=...) returns, which"
+            " contains the model."
         )
     msg = f"{call}: expected a TrainState, got {type(value).__name__}.{hint}"
     raise ArgumentError(msg)
 
 
-# Next states, created without checks of arguments.
+# Next states. They are created without argument checks, to save time.
 
 
 _fill: Callable[..., None] = inspect.unwrap(TrainState.__init__)
@@ -709,8 +721,8 @@ def next_state(
 ) -> TrainState:
     """Create the state after an optimizer step; a `flag` on the device may skip the step.
 
-    The next state has the tensors of the state before, or the given parameters, and a new
-    lease.
+    The next state has a new lease, and the tensors of the previous state, or the given
+    parameters.
     """
     cursor, num_skipped = update.grads.taken.cursor, state._num_skipped  # pyright: ignore[reportPrivateUsage]
     step = state._step  # pyright: ignore[reportPrivateUsage]
@@ -736,7 +748,7 @@ def next_state(
 
 
 def skip_update(update: Update, state: TrainState) -> TrainState:
-    """Create the state after a skipped update: unchanged, but after the batch."""
+    """Create the state after a skipped update: only its cursor is moved behind the batch."""
     cursor = update.grads.taken.cursor
     return evolve_state(
         state,
@@ -748,7 +760,7 @@ def skip_update(update: Update, state: TrainState) -> TrainState:
 
 
 def evolve_state(state: TrainState, **fields: Any) -> TrainState:
-    """Return the state with other fields, as `attrs.evolve` does."""
+    """Return a copy of the state with some fields replaced, as `attrs.evolve` does."""
     new_state = object.__new__(TrainState)
     for name, alias in _FIELDS:
         if alias not in fields:
@@ -758,9 +770,9 @@ def evolve_state(state: TrainState, **fields: Any) -> TrainState:
 
 
 def apply_to_state(field: str, state: TrainState, update: Update) -> TrainState:
-    """Apply a method of all transforms to a state and their slots.
+    """Apply a method of all transforms to a state and its slots, from left to right.
 
-    After a skipped update, only transforms that see skips are called.
+    After a skipped update, only transforms with the fact `sees_skips` are called.
     """
     owners = update.state.definition.setup.owners[field]
     if update.skipped:
@@ -776,19 +788,19 @@ def apply_to_state(field: str, state: TrainState, update: Update) -> TrainState:
             after, new_slot = split_result(owner, field, result, TrainState)
             if update.skipped and after is not state:
                 msg = (
-                    f"{owner!r}.{field} returned another state after a skipped update, which"
-                    " leaves all as it is. Return the state that was given."
+                    f"{owner!r}.{field} returned a changed state after a skipped update, which"
+                    " must not change the state. Return the argument `state` itself."
                 )
                 raise ArgumentError(msg)
             state = after
-            slots = state._slots  # pyright: ignore[reportPrivateUsage] - as they are shown, in less time
+            slots = state._slots  # pyright: ignore[reportPrivateUsage] - the same as state.slots, but faster
             if new_slot is not slots.get(owner.name):
                 state = evolve_state(state, slots=set_slot(slots, owner.name, new_slot))
     return state
 
 
 def _count_skips(state: TrainState, flag: torch.Tensor | None) -> Skips:
-    """Return the number of skipped updates, after an update that the device may skip."""
+    """Return the new count of skipped updates, after an update that the device may have skipped."""
     skips = state.skips
     before = state.num_skipped if skips is None else skips.count
     count = before if flag is None else before + flag.long()

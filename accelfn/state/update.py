@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Update`: the record of one update that a step passes to all transforms."""
+"""`Update`: the record of the current update, which a step passes to all transforms."""
 
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -26,18 +26,19 @@ from accelfn.world import World
 if TYPE_CHECKING:
     from accelfn.state.state import TrainState
 
-# Random numbers of transforms: equal on all ranks, and a function of the state.
+# Random numbers of transforms: equal on all ranks, and dependent only on the state.
 #
-# For a tensor that is split over the ranks, each rank draws its part of the whole.
+# For a sharded tensor, each rank gets its shard of the random numbers for the full tensor.
 
 
 def shared_draws(
     state: "TrainState", field: str, purpose: str | None = None
 ) -> AbstractContextManager[object]:
-    """Return a context that makes random numbers equal on all ranks.
+    """Return a context for a transform's method, with equal random numbers on all ranks.
 
-    Every call of a transform's method with a state runs in such a context, of the method's
-    name or another purpose. Transforms declare whether they draw: seeding costs 5 µs.
+    The random numbers depend on the state, and on the method's name or another purpose. If no
+    transform with this method uses random numbers, the context does nothing, because seeding
+    takes 5 µs.
     """
     if field not in state.definition.setup.drawing:
         return NOTHING
@@ -45,7 +46,7 @@ def shared_draws(
 
 
 def draws_for(state: "TrainState", purpose: str) -> AbstractContextManager[object]:
-    """Return a context that makes random numbers a function of the state and a purpose."""
+    """Return a context that makes random numbers depend only on the state and a purpose."""
     definition = state.definition
     keys, name = definition.cache.keys, definition.name
     entry = keys.get(purpose)
@@ -71,15 +72,16 @@ _NONE = Grads({}, taken=GradInfo(divisor=0, update=0), reduced=True)
 class Update:
     """A read-only record of the current update: the third argument of a transform's methods.
 
-    Each stage of a step creates the next record. Before the backward pass (in `loss` and
+    Each stage of a step creates a new record. Before the backward pass (in `loss` and
     `value_and_grad`) and outside of a step (in `eval_params` and `finalize`) the record has no
     gradients.
 
     Attributes:
-        state: the state before the update. In `after_update` you can read its numbers, but
-            not its tensors, because the next state owns them.
-        slots: the slots of all transforms at this stage; a method changes only its own.
-        grads: the gradients at this stage; outside of a step they are empty, of weight 0.
+        state: the state before the update. In `after_update` you can read its numbers, such as
+            `state.step`, but not its tensors, because they belong to the next state.
+        slots: the slots of all transforms at this stage. A method may change only the slot of
+            its transform.
+        grads: the gradients at this stage; without gradients an empty `Grads` of weight 0.
         skipped: whether the update is skipped.
     """
 
@@ -90,7 +92,7 @@ class Update:
 
     @property
     def world(self) -> World:
-        """The ranks that take the update."""
+        """The world of the state: all ranks that make this update."""
         return self.state.definition.world
 
     @property
@@ -100,25 +102,25 @@ class Update:
 
     @property
     def weight(self) -> Number:
-        """The weight of the gradients' losses; of all ranks, once they are reduced."""
+        """The weight of the gradients: of this rank, or of all ranks after the reduction."""
         return self.grads.weight
 
     @property
     def replicated(self) -> bool:
-        """Whether every rank has the same gradients: reduced, and not split."""
+        """Whether every rank has the same gradients: they are reduced, and not sharded."""
         grads, trains_apart = self.grads, self.state.definition.trains_apart
         return grads.reduced and not (
             trains_apart or have_shards(grads.as_taken.values())
         )
 
     def with_grads(self, grads: Grads) -> "Update":
-        """Return the update with other gradients."""
+        """Return a copy of the update with other gradients."""
         return Update(
             state=self.state, slots=self.slots, grads=grads, skipped=self.skipped
         )
 
     def with_slot(self, name: str, slot: Any) -> "Update":
-        """Return the update with another slot of a transform; None adds no slot."""
+        """Return a copy of the update with a new slot; a missing slot stays missing for None."""
         slots = set_slot(self.slots, name, slot)
         return Update(
             state=self.state, slots=slots, grads=self.grads, skipped=self.skipped
@@ -128,26 +130,26 @@ class Update:
 def apply_readonly(
     field: str, value: Any, update: Update, kind: type | tuple[type, ...]
 ) -> Any:
-    """Apply a method of all transforms to a value, without changes of slots.
+    """Apply a method of all transforms to a value; the method must not change slots.
 
     Raises:
-        ArgumentError: a transform returned another slot, or a value of another type.
+        ArgumentError: a transform returned a new slot, or a value of another type.
     """
     value, after = apply_transforms(field, value, update, kind)
     if after is not update:
         before = update.slots
         name = next(n for n, slot in after.slots.items() if before.get(n) is not slot)
         msg = (
-            f"{field} of the transform {name!r} returned another slot, which would be"
-            " lost: accelfn may call this method any number of times. Return the slot that"
-            " was given; after_update may change it."
+            f"{field} of the transform {name!r} returned a new slot, which would be lost:"
+            " accelfn may call this method any number of times. Return the argument `slot`"
+            " itself, and change the slot in after_update."
         )
         raise ArgumentError(msg)
     return value
 
 
 def set_slot(slots: Mapping[str, Any], name: str, slot: Any) -> Mapping[str, Any]:
-    """Return slots with one replaced; None adds no slot."""
+    """Return a copy of `slots` with one slot replaced; a missing slot stays missing for None."""
     if slot is None and name not in slots:
         return slots
     return {**slots, name: slot}
@@ -156,10 +158,10 @@ def set_slot(slots: Mapping[str, Any], name: str, slot: Any) -> Mapping[str, Any
 def split_result(
     owner: object, field: str, result: Any, kind: type | tuple[type, ...]
 ) -> tuple[Any, Any]:
-    """Split a method's result into value and slot.
+    """Check the result of a transform's method, and return it: a pair of value and slot.
 
     Raises:
-        ArgumentError: the result is not such a pair; the error names the transform.
+        ArgumentError: the result is not such a pair; the message names the transform.
     """
     kinds = type(result).__name__
     if isinstance(result, tuple) and len(cast("tuple[Any, ...]", result)) == 2:
@@ -168,7 +170,7 @@ def split_result(
             return value, slot
         kinds = f"({type(value).__name__}, {type(slot).__name__})"
     first = ARGUMENTS[field][0]
-    msg = f"{owner!r}.{field} returned {kinds}; expected ({first}, slot)."
+    msg = f"{owner!r}.{field} returned {kinds}; expected the pair ({first}, slot)."
     raise ArgumentError(msg)
 
 
@@ -177,10 +179,11 @@ def apply_transforms(
 ) -> tuple[Any, Update]:
     """Apply a method of all transforms to a value, from left to right.
 
-    Functions are wrapped from right to left, so that the leftmost transform is outermost.
+    The methods `loss` and `value_and_grad` wrap a function. They are applied from right to
+    left, so that the wrapper of the leftmost transform is outermost.
 
     Raises:
-        ArgumentError: a transform did not return a value of the expected type, and a slot.
+        ArgumentError: a transform did not return a pair of a value of this type and a slot.
     """
     state = update.state
     owners = state.definition.setup.owners[field]
@@ -202,20 +205,20 @@ def apply_transforms(
     return value, update
 
 
-# The number of skipped updates, which a device counts without the host.
+# The number of skipped updates, counted on the device, so that the CPU need not wait.
 
 
 LOOK_EVERY = 100
-"""Number of updates after which the count is read from the device."""
+"""The number of updates between two reads of the count on the device."""
 
 
 @attrs.define(eq=False)
 class Skips:
-    """A count on a device with its asynchronous copy to the host; reading waits for the copy.
+    """The number of skipped updates on a device, and its asynchronous copy to the CPU.
 
     Attributes:
-        tried: number of updates, skipped or not.
-        count: number of skipped updates, a scalar on the device.
+        tried: the number of updates, skipped or not.
+        count: the number of skipped updates, a scalar on the device.
     """
 
     tried: int
@@ -226,7 +229,7 @@ class Skips:
 
     @classmethod
     def start_copy(cls, num_tried: int, count: torch.Tensor) -> "Skips":
-        """Start the copy of a count to the host."""
+        """Start the copy of a count to the CPU."""
         if count.is_cpu:
             return cls(num_tried, count, count, None)
         host = host_memory(count.shape, count.dtype, count.device)
@@ -236,7 +239,7 @@ class Skips:
         return cls(num_tried, count, host, event)
 
     def read(self) -> int:
-        """Return the count, without waiting for later work on the device."""
+        """Return the count: wait for its copy, but not for later work on the device."""
         if self._known is None:
             if self._arrived is not None:
                 self._arrived.synchronize()
@@ -244,7 +247,8 @@ class Skips:
         return self._known
 
 
-# Hyperparameters of an update: the optimizer's, then the schedule's, then those of `hyper`.
+# Hyperparameters of an update. The schedule replaces the optimizer's values, and the methods
+# `hyper` of transforms replace those of the schedule.
 
 
 def plan_hyper(update: Update) -> tuple[Assignments, Update]:
@@ -264,9 +268,10 @@ def plan_hyper(update: Update) -> tuple[Assignments, Update]:
 
 
 def _plan(update: Update) -> tuple[Assignments, bool, Update]:
-    """Return the hyperparameters, and whether the schedule is over; the last setter wins.
+    """Return the hyperparameters, and whether the schedule has ended with learning rate 0.
 
-    If transforms set rates, the schedule does not count as over.
+    A later setting replaces an earlier one. If a transform sets learning rates, the schedule
+    does not count as ended.
     """
     state = update.state
     definition = state.definition
@@ -296,14 +301,14 @@ def _plan(update: Update) -> tuple[Assignments, bool, Update]:
 
 def _is_over(assignments: Assignments) -> bool:
     rate = assignments.get((0, "lr"))
-    # a tensor may be on a device, and reading it would wait
+    # does not read a tensor, because reading from a device would wait
     return type(rate) is float and rate == 0.0
 
 
 def next_hyper(state: "TrainState", slots: Mapping[str, Any]) -> Assignments:
-    """Return all hyperparameters that are set for the next update.
+    """Return the hyperparameters that schedule and transforms set for the next update.
 
-    Inside a transform's `hyper`, return the hyperparameters that are set so far.
+    Inside a transform's `hyper`, return only those that were set so far.
     """
     assignments = state.definition.cache.planned
     return (
@@ -314,7 +319,7 @@ def next_hyper(state: "TrainState", slots: Mapping[str, Any]) -> Assignments:
 
 
 def next_rates(state: "TrainState", slots: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return the learning rate of each parameter group in a state's next update."""
+    """Return the learning rate of each parameter group for a state's next update."""
     now, groups = next_hyper(state, slots), state.definition.optimizer.param_groups
     return tuple(float(now.get((i, "lr"), g["lr"])) for i, g in enumerate(groups))
 
@@ -322,10 +327,10 @@ def next_rates(state: "TrainState", slots: Mapping[str, Any]) -> tuple[float, ..
 def override_hyper(
     groups: Sequence[Mapping[str, Any]], assignments: Assignments, hyper: Hyper
 ) -> Assignments:
-    """Return hyperparameters by parameter group, overridden by those of `hyper`.
+    """Return the hyperparameters by (group, name), with the values of `hyper` added.
 
     Args:
-        groups: the optimizer's parameter groups, with their own values.
+        groups: the optimizer's parameter groups, with the optimizer's values.
         assignments: the hyperparameters so far, by (group, name).
         hyper: new values, by name for all groups, or by (group, name).
 
@@ -338,7 +343,7 @@ def override_hyper(
             key = where if isinstance(where, str) else where[1]
             if key not in groups[i] or key in STRUCTURE:
                 names = sorted(groups[i].keys() - STRUCTURE)
-                msg = f"hyper {key!r}: parameter group {i} has {names}."
+                msg = f"hyper {key!r}: parameter group {i} has only {', '.join(names)}."
                 raise OptimizerError(msg)
             _check_number(key, value, groups[i][key])
             assignments[i, key] = value
@@ -371,5 +376,7 @@ def _check_number(key: str, value: object, base: object) -> None:
     if not is_number(base) or isinstance(value, torch.Tensor):
         return
     if not is_number(value) or not math.isfinite(value):
-        msg = f"hyper {key!r}: a transform gave {value!r}; expected a finite number."
+        msg = (
+            f"hyper {key!r}: a transform returned {value!r}; expected a finite number."
+        )
         raise OptimizerError(msg)

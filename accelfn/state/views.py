@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules, parameters and random numbers from a state."""
+"""Get modules, parameters and random numbers from a state."""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -24,10 +24,11 @@ _Place: TypeAlias = tuple[int, torch.Size, torch.dtype]
 
 
 def eval_params(state: TrainState) -> Mapping[str, torch.Tensor]:
-    """Return the parameters to evaluate and export, as the setup's transforms define.
+    """Return the parameters for evaluation and export.
 
-    They are the state's parameters, unless a transform such as `ema` or `local_sgd` returns
-    others. `local_sgd` communicates, so call this on all ranks.
+    The result is the state's parameters, unless a transform such as `ema` or `local_sgd`
+    replaces them, for example by an average. Call this function on all ranks, because
+    `local_sgd` communicates.
     """
     check_state("af.eval_params(state)", state)
     params = state.params
@@ -42,9 +43,9 @@ def eval_params(state: TrainState) -> Mapping[str, torch.Tensor]:
         at = [old == new for old, new in zip(before, after, strict=True)].index(False)
         owners = ", ".join(map(repr, state.setup.owners["eval_params"]))
         msg = (
-            f"eval_params of {owners} wrote into the state's {[*params][at]!r}, so its values"
-            " are lost: load a checkpoint. Return new tensors, such as p * 0.5 instead of"
-            " p.mul_(0.5)."
+            f"eval_params of {owners} changed the state's parameter {[*params][at]!r} in place."
+            " Its old values are lost: load a checkpoint. Let eval_params return new tensors,"
+            " such as p * 0.5 instead of p.mul_(0.5)."
         )
         raise StateError(msg)
     return eval_tensors
@@ -53,10 +54,11 @@ def eval_params(state: TrainState) -> Mapping[str, torch.Tensor]:
 def params_at(
     state: TrainState, call: str, at: str | None
 ) -> Mapping[str, torch.Tensor]:
-    """Return a state's parameters for training, or for evaluation.
+    """Return a state's parameters for training (at="train") or for evaluation (at="eval").
 
     Raises:
-        ArgumentError: `at` is neither, or is None although the two differ.
+        ArgumentError: `at` is neither "train" nor "eval"; or it is None, and the parameters for
+            training and evaluation differ.
     """
     state.lease.check()
     owners = state.setup.owners["eval_params"]
@@ -66,8 +68,8 @@ def params_at(
         return eval_params(state)
     if at is None:
         msg = (
-            f"{call}: {owners[0]!r} evaluates other parameters than those that are trained."
-            f' Pass at="train" or at="eval".'
+            f"{call}: under {owners[0]!r} the parameters for evaluation differ from the trained"
+            ' parameters. Pass at="train" or at="eval".'
         )
         raise ArgumentError(msg)
     msg = f'{call}, at={at!r}: expected "train" or "eval".'
@@ -82,25 +84,24 @@ def borrow_model(
     at: Literal["train", "eval"] | None = None,
     gather: bool = False,
 ) -> Generator[nn.Module]:
-    """Lend a module that holds the state's parameters and buffers, for a `with` block.
+    """Use the state's parameters and buffers in a module, inside a `with` block.
 
-    The module is a structural copy around the state's tensors, in training mode: call
-    `.eval()` on it if you need. Writing into its parameters changes the state; before the
-    first update, slots such as an average then begin with the new values. After the block
-    the module is empty, and other changes of it are lost.
+    The module is a new instance with the state's own tensors, in training mode; call `.eval()`
+    if you need evaluation mode. If you write into its parameters, the state changes. Before
+    the first update, slots such as an average then start with the new values. After the block
+    the module is empty, and other changes of the module are lost.
 
     Args:
-        state: not donated.
-        at: "train" lends the trained parameters, "eval" the parameters for evaluation
-            (see `ema`). You may omit it if these are the same.
-        gather: whether to lend copies of whole parameters if each rank has a part; then call
-            it on all ranks. Changes of the copies are lost.
+        state: a state that has not been donated to a step.
+        at: "train" for the trained parameters, "eval" for the parameters for evaluation (see
+            `ema`). You may omit `at` if both are the same.
+        gather: whether the module gets copies of the full parameters, if the parameters are
+            sharded. Then call this on all ranks. Changes of the copies are lost.
 
     Raises:
-        ArgumentError: the parameters differ, and `at` is missing.
-        StateError: each rank has a part of the parameters, and `gather` is False. Or the block
-            changed `requires_grad` of some parameters, which has no effect on the state; or
-            replaced tensors, which the state would not see.
+        ArgumentError: `at` is missing, and parameters for training and evaluation differ.
+        StateError: the parameters are sharded, and `gather` is False. Or the block replaced
+            tensors of the module, or changed `requires_grad`, which does not change the state.
 
     Cost:
         2 ms for 100 layers; no tensor is copied.
@@ -130,7 +131,7 @@ def borrow_model(
 
 
 def _end(module: nn.Module) -> None:
-    """Empty a lent module, and make its calls raise."""
+    """Remove the tensors from a borrowed module, and make calls of the module raise."""
     for tensor in [*module.parameters(), *module.buffers()]:
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         setattr(tensor, _ENDED, True)
@@ -139,15 +140,15 @@ def _end(module: nn.Module) -> None:
 
 
 def was_lent(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor belongs to a module of a `borrow_model` block that has ended."""
+    """Return whether a tensor is from `borrow_model`, and the `with` block has ended."""
     return hasattr(tensor, _ENDED)
 
 
 def _refuse_call(module: nn.Module, _given: object) -> NoReturn:
     msg = (
-        f"This {type(module).__name__} was lent by af.borrow_model(state) for its with block, which"
-        " has ended: it is empty. Call it in the block; af.snapshot_model(state) is a model to"
-        " keep, and af.export_model(state, path) a file."
+        f"This {type(module).__name__} comes from af.borrow_model(state), and is empty because the"
+        " `with` block has ended. Call it inside the block, or use af.snapshot_model(state), which"
+        " returns a model that you can keep."
     )
     raise StateError(msg)
 
@@ -157,9 +158,9 @@ def _versions(tensors: Mapping[str, torch.Tensor]) -> list[int]:
 
 
 def _check_trained(module: nn.Module, state: TrainState) -> None:
-    """Raise if the block changed the set of trained parameters, which would have no effect.
+    """Raise if the block changed `requires_grad`, because this does not change the state.
 
-    Freezing the whole module is allowed, for example to use it as a teacher.
+    Freezing all parameters is allowed, for example to use the module as a teacher.
     """
     params = dict(module.named_parameters())
     now = {n for n, p in params.items() if p.requires_grad and n in state.params}
@@ -167,10 +168,10 @@ def _check_trained(module: nn.Module, state: TrainState) -> None:
     if now and now != before:
         differing = sorted(now ^ before)
         msg = (
-            "The block of af.borrow_model(state) changed requires_grad of"
-            f" {', '.join(differing[:5])}, of a module that is lent and not trained. Choose"
-            " the trained parameters in the state:"
-            " state = state.with_trainable(lambda name, param: ...)."
+            "Inside `with af.borrow_model(state)` your code changed requires_grad of"
+            f" {', '.join(differing[:5])}, which has no effect on the state. Choose the trained"
+            " parameters with state = state.with_trainable(lambda name, param: ...), where the"
+            " function returns whether to train a parameter."
         )
         raise StateError(msg)
 
@@ -187,9 +188,9 @@ def _place(tensor: torch.Tensor) -> _Place:
 def _check_replaced(
     module: nn.Module, places: Mapping[str, tuple[int, _Place]]
 ) -> None:
-    """Raise if the block replaced tensors of the state by others of the same shape and dtype.
+    """Raise if the block replaced tensors of the state by tensors of equal shape and dtype.
 
-    Tensors of another shape or dtype, and removed parts, are a deliberate change of the model.
+    If tensors have another shape or dtype, or were removed, the model was changed on purpose.
     """
     now = {name: (id(tensor), _place(tensor)) for name, tensor in _tensors(module)}
     replaced_names = [
@@ -199,19 +200,19 @@ def _check_replaced(
     ]
     if replaced_names:
         msg = (
-            "The block of af.borrow_model(state) replaced the tensors"
-            f" {', '.join(replaced_names[:5])} of a module that is lent: the state keeps the old"
-            " ones. Write into them, as module.load_state_dict(values) does without assign=True, or"
-            " weight.copy_(values) under torch.no_grad(); or state ="
-            " state.with_params(values)."
+            "Inside `with af.borrow_model(state)` your code replaced the tensors"
+            f" {', '.join(replaced_names[:5])}, but the state keeps the old tensors. Copy values"
+            " into the old tensors instead, as weight.copy_(values) does under torch.no_grad(), or"
+            " module.load_state_dict(values) without assign=True. Or write"
+            " state = state.with_params(values)."
         )
         raise StateError(msg)
 
 
 _PARTS = (
-    "af.borrow_model(state): each rank has a part of the parameters, which no plain module can"
-    " hold. Call af.borrow_model(state, gather=True) on all ranks, for copies of whole parameters;"
-    " af.evaluate and af.predict gather one unit at a time."
+    "af.borrow_model(state): each rank has only shards of the parameters, but a module needs full"
+    " parameters. Call af.borrow_model(state, gather=True) on all ranks, for copies of the full"
+    " parameters. With less memory, af.evaluate and af.predict gather one unit at a time."
 )
 
 
@@ -219,29 +220,30 @@ _PARTS = (
 def snapshot_model(
     state: TrainState, *, at: Literal["train", "eval"] | None = None
 ) -> nn.Module:
-    """Return a detached module in evaluation mode, for teachers, critics and rollouts.
+    """Return a copy of the model in evaluation mode, for teachers, critics and rollouts.
 
-    The module has independent values, which no step updates, and requires no gradient. If
-    each rank has a part of the parameters, they are gathered: then call it on all ranks.
+    The module has its own values, which no step changes, and its parameters require no
+    gradient. If parameters are sharded, the full parameters are gathered: then call this on
+    all ranks.
 
     Args:
-        state: not donated; it stays as it is.
-        at: "train" takes the trained parameters, "eval" the parameters for evaluation (see
-            `ema`). You may omit it if these are the same.
+        state: a state that has not been donated to a step. It is not changed.
+        at: "train" for the trained parameters, "eval" for the parameters for evaluation (see
+            `ema`). You may omit `at` if both are the same.
 
-    Law: later updates of the state leave the module bitwise unchanged, and changes of the
-        module leave the state unchanged.
+    Law: later updates of the state do not change the module, and changes of the module do not
+        change the state.
 
     Cost:
-        3 ms for 100 layers. On the CPU memory is shared until one of the two is written: the
-        next update copies tensors of the module that are still referenced. On a device the
-        parameters and buffers are copied at once.
+        3 ms for 100 layers. On the CPU, state and module share memory until one of them is
+        changed: the next update copies the tensors of the module, unless the module was freed.
+        On other devices, parameters and buffers are copied immediately.
 
     Raises:
-        ArgumentError: the parameters differ, and `at` is missing.
+        ArgumentError: `at` is missing, and parameters for training and evaluation differ.
     """
     check_state("af.snapshot_model(state)", state)
-    # what is made in inference mode can teach nobody
+    # not in inference mode, because a loss could not use tensors created there
     with own_modes(state.world.device):
         params = params_at(state, "af.snapshot_model(state)", at)
         with torch.no_grad():
@@ -255,17 +257,18 @@ def snapshot_model(
 
 
 def fork_rng(state: TrainState, purpose: str, *, shared: bool = False) -> draws.seeded:
-    """Return a context that makes random numbers a function of the state and a purpose.
+    """Return a context that makes random numbers depend only on the state and a purpose.
 
-    Inside, the default generators of torch, numpy and Python are seeded from (seed, the
-    state's name, purpose, step) and, unless `shared`, the rank; afterwards they are restored.
+    In the `with` block, the default generators of torch, numpy and Python are seeded from the
+    state's seed, name and step, from `purpose` and, unless `shared`, from the rank. After the
+    block they are restored.
 
     Args:
         state: the state that the random numbers depend on.
-        purpose: a word; other purposes give other random numbers.
+        purpose: any text. Each purpose has different random numbers.
         shared: whether the random numbers are the same on all ranks.
 
-    Law: the same state and purpose give the same random numbers, in any process.
+    Law: with the same state and purpose, the random numbers are the same in any process.
 
 
     Example:
@@ -273,7 +276,8 @@ def fork_rng(state: TrainState, purpose: str, *, shared: bool = False) -> draws.
         ...     noise = torch.randn(16, 100)
     """
     check_state("af.fork_rng(state, purpose)", state)
-    check_word("af.fork_rng", "purpose", purpose, "a word for what the draws are for")
+    meaning = 'the purpose of the random numbers, such as "noise"'
+    check_word("af.fork_rng", "purpose", purpose, meaning)
     world = state.world
     rank = -1 if shared else world.batch.rank
     key = draws.key(state.seed, state.name, "user", purpose, rank)

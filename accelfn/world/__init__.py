@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a run: how they start, meet, watch each other and end."""
+"""The ranks of a run: how they start, connect, detect failures and end."""
 
 from accelfn.world.world import World as World

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Axes of a device mesh, with one axis for each kind of parallelism.
 
-Pure arithmetic. The outermost axis comes first. Ranks along the last axis are neighbors,
-because they communicate most, as in torchtitan and Accelerate.
+This module only computes with sizes and ranks. The outermost axis comes first. Ranks along
+the last axis have consecutive numbers, because they communicate most, as in torchtitan and
+Accelerate.
 """
 
 import difflib
@@ -15,19 +16,19 @@ from accelfn.errors import ArgumentError
 
 AXES: Mapping[str, str] = {
     "dp_replicate": "copies of the model, each on its own samples",
-    "dp_shard": "the ranks of one copy, most often split over them, each on its own samples",
+    "dp_shard": "the ranks of one copy, which is usually sharded, each on its own samples",
     "cp": "parts of one sample's sequence",
     "tp": "parts of one layer",
 }
-"""The axes, outermost first, and the share of the ranks along each axis."""
+"""The axes, outermost first, and what each rank along an axis has."""
 VARIABLE = "ACCELFN_AXES"
-"""The environment variable with the axes as text; `accelfn launch --axes` sets it."""
+"""The environment variable with the axes as text, which `accelfn launch --axes` sets."""
 BATCH = ("dp_replicate", "dp_shard")
 LOSS = ("dp_replicate", "dp_shard", "cp")
 
 
 def resolve_axes(call: str, axes: object, size: int) -> dict[str, int]:
-    """Return the size of each axis, outermost first, with -1 filled in.
+    """Check axes; return the size of each axis, outermost first, with -1 replaced.
 
     Raises:
         ArgumentError: an axis is unknown, a size is invalid, two sizes are -1, or the product
@@ -47,10 +48,11 @@ def parse_axes(word: str, text: str, size: int | None) -> dict[str, int]:
     Args:
         word: the option or variable with the text, for errors.
         text: names and sizes.
-        size: the world's size; None keeps -1.
+        size: the world's size; None if unknown, then -1 is kept.
 
     Raises:
-        ArgumentError: as of `resolve_axes`; or the text is no names and sizes, or has a name twice.
+        ArgumentError: the text has another form, or a name occurs twice; and the same as for
+            `resolve_axes`.
     """
     sizes: dict[str, int | str] = {}
     for part in text.split(","):
@@ -67,10 +69,11 @@ def parse_axes(word: str, text: str, size: int | None) -> dict[str, int]:
 
 
 def choose_axes(call: str, axes: object, text: str | None, size: int) -> dict[str, int]:
-    """Return the axes of the script or its launcher; none if neither names axes.
+    """Return the axes that the script or its launcher sets; {} if neither sets axes.
 
     Raises:
-        ArgumentError: as of `resolve_axes`; or the two name different ones.
+        ArgumentError: script and launcher set different axes; and the same as for
+            `resolve_axes`.
     """
     script_axes = {} if axes is None else resolve_axes(call, axes, size)
     if not text:
@@ -81,7 +84,7 @@ def choose_axes(call: str, axes: object, text: str | None, size: int) -> dict[st
     if _large_axes(script_axes) != _large_axes(launch_axes):
         msg = (
             f"{call}(axes={axes!r}) and {VARIABLE}={text}, which `accelfn launch --axes`"
-            " sets, name different axes. Leave out one of the two."
+            " sets, name different axes. Remove one of the two."
         )
         raise ArgumentError(msg)
     return script_axes
@@ -92,14 +95,14 @@ def _large_axes(axes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _fill_in(call: str, axes: Mapping[Any, Any], size: int | None) -> dict[str, int]:
-    """Return sizes as `resolve_axes` does; where the world's is not known, -1 stays."""
+    """Return sizes as `resolve_axes` does; if the world's size is None, -1 is kept."""
     sizes: dict[str, int] = dict(axes)
     for name, extent in sizes.items():
         _check(call, name, extent)
     free = [name for name, extent in sizes.items() if extent == -1]
     factor = math.prod(extent for extent in sizes.values() if extent != -1)
     if len(free) > 1:
-        msg = f"{call}: -1 is what is left, so one axis can have it."
+        msg = f"{call}: only one axis can have the size -1, which means the remaining ranks."
         raise ArgumentError(msg)
     if size is not None:
         if free and size % factor == 0:
@@ -107,8 +110,8 @@ def _fill_in(call: str, axes: Mapping[Any, Any], size: int | None) -> dict[str, 
         if math.prod(sizes.values()) != size:
             product = " x ".join(str(extent) for extent in sizes.values()) or "none"
             msg = (
-                f"{call}: the sizes, {product}, do not multiply to the world's"
-                f" {size} ranks. Leave one of them to -1, or start another number of ranks."
+                f"{call}: the product of the sizes, {product}, is not the number of ranks,"
+                f" {size}. Set one size to -1, or start another number of ranks."
             )
             raise ArgumentError(msg)
     return {name: sizes[name] for name in AXES if name in sizes}
@@ -123,8 +126,8 @@ def extents(call: str, axes: object) -> dict[str, int]:
     values = dict(axes).values() if isinstance(axes, Mapping) else ()
     if -1 in values:
         msg = (
-            f"{call}(axes={axes!r}): expected a number of ranks along each axis; there is no"
-            " world yet, of which -1 could be what is left."
+            f"{call}(axes={axes!r}): expected a number of ranks for each axis. -1 (the"
+            " remaining ranks) is not possible here, because there is no world yet."
         )
         raise ArgumentError(msg)
     return resolve_axes(call, axes, math.prod(n for n in values if is_integer(n, 1)))
@@ -137,13 +140,13 @@ def _check(call: str, name: object, extent: object) -> None:
     if not is_integer(extent, 1) and extent != -1:
         msg = (
             f"{call}: {name!r} is {extent!r}; expected a number of ranks, 1 or more, or"
-            " -1 for what is left."
+            " -1 for the remaining ranks."
         )
         raise ArgumentError(msg)
 
 
 def fold_cp(axes: Mapping[str, int]) -> dict[str, int]:
-    """Return the axes that shard a model: "cp" is merged into "dp_shard"."""
+    """Return the axes that may shard a model, with "cp" merged into "dp_shard"."""
     sizes = {name: axes[name] for name in axes if name != "cp"}
     if axes.get("cp", 1) > 1:
         sizes["dp_shard"] = axes.get("dp_shard", 1) * axes["cp"]
@@ -151,7 +154,7 @@ def fold_cp(axes: Mapping[str, int]) -> dict[str, int]:
 
 
 def rows(axes: Mapping[str, int], names: Sequence[str]) -> list[tuple[int, ...]]:
-    """Return all groups of ranks that differ only in these axes, in ascending order."""
+    """Return all groups of ranks whose coordinates differ only along these axes."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(math.prod(axes.values())):
         cell = place(axes, rank)
@@ -164,12 +167,12 @@ def check_name(call: str, name: object) -> None:
     """Raise unless a name is an axis.
 
     Raises:
-        ArgumentError: the name is unknown; the error suggests the nearest axis.
+        ArgumentError: the name is unknown; the message suggests the most similar axis.
     """
     if name == "pp":
         msg = (
-            f'{call}: "pp" would split the model into stages, which accelfn does not do. Split'
-            ' the parameters along "dp_shard", or sequences along "cp".'
+            f'{call}: accelfn does not support pipeline parallelism ("pp"). Split the parameters'
+            ' along "dp_shard", or sequences along "cp".'
         )
         raise ArgumentError(msg)
     if name not in AXES:
@@ -180,7 +183,7 @@ def check_name(call: str, name: object) -> None:
 
 
 def row(axes: Mapping[str, int], names: Sequence[str], rank: int) -> tuple[int, ...]:
-    """Return the group of a rank: the ranks that differ from it only in these axes."""
+    """Return the group of a rank: the ranks whose coordinates differ only along these axes."""
     if not names:
         return (rank,)
     return next(ranks for ranks in rows(axes, names) if rank in ranks)
@@ -195,12 +198,15 @@ def place(axes: Mapping[str, int], rank: int) -> dict[str, int]:
 
 
 def long(axes: Mapping[str, int], names: Sequence[str]) -> tuple[str, ...]:
-    """Return the named axes with several ranks, outermost first."""
+    """Return those of the named axes that have several ranks, outermost first."""
     return tuple(name for name in axes if name in names and axes[name] > 1)
 
 
 def neighbor_runs(axes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Return every run of neighboring axes with several ranks, except the run of all axes."""
+    """Return every run of neighboring axes, except the run of all axes.
+
+    Axes with one rank are left out.
+    """
     names = long(axes, tuple(axes))
     runs = [
         names[begin:end]

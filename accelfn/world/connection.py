@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connection of a world's ranks: process groups, activity, roll call and store."""
+"""The connection between a world's ranks: process groups, rank status, failures, the store."""
 
 from __future__ import annotations
 
@@ -33,31 +33,33 @@ if TYPE_CHECKING:
 
 # pyright: reportIncompatibleMethodOverride=false
 
-# `Activity`: a rank's present operation, for errors, crash bundles and logs of simulations.
+# `Activity`: a rank's current operation, for errors, crash bundles and logs of simulations.
 
 
 @define(eq=False)
 class Activity:
-    """The present operation of one rank, in all of its worlds.
+    """The current operation of one rank, shared by all of its worlds.
 
-    Errors read it. A collective reaches it through its world. Only `samples` changes results: a
-    collective in a loss leaves out the stand-ins of empty shares.
+    Errors show it. Only `samples` changes results: a collective in a loss ignores the filler
+    samples of empty shares.
 
     Attributes:
-        label: the label of the collective that the rank is in; None outside.
+        label: the label of the running collective; None outside of collectives.
         structure: the structure of the collective's tree, for simulated ranks.
-        step: the update that the rank takes, or took last.
-        is_between: whether that update is over.
-        num_updates: the number of updates that the rank has ended.
-        samples: the samples of the present loss, an `engine.runner.Samples`.
-        has_coupled: whether a collective of this loss saw samples of several ranks.
-        stand_ins: values of the latest empty shares, which count as samples outside of their batch.
+        step: the number of the current or latest update.
+        is_between: whether that update is finished.
+        num_updates: the number of updates that the rank has finished.
+        samples: the samples of the running loss, an `engine.runner.Samples`.
+        has_coupled: whether a collective in this loss combined samples of several ranks.
+        stand_ins: the filler samples of the latest empty shares. Outside of their batch they
+            count as samples.
         trail: the latest collectives, each with its update.
-        on_update: called with the number of each update that begins, for example to inject a
-            simulated fault.
-        before_call: called with a label and a world before each collective of a loss.
-        on_close: functions by names of states, called when the user closes the world, or the
-            program ends without an error.
+        on_update: a function that is called with the number of each update at its start, for
+            example to simulate a failure.
+        before_call: a function that is called with a label and a world before each collective
+            of a loss.
+        on_close: functions by names of states. They are called when the user closes the world,
+            or the program ends without an error.
     """
 
     label: str | None = None
@@ -82,9 +84,9 @@ class Activity:
 
 # The roll call: ranks exchange their status after a failure.
 #
-# A backend reports only that a connection broke. Through the store of the rendezvous the ranks
-# exchange which rank raised an error, and which ranks are silent. It costs nothing until a
-# rank fails.
+# A backend reports only that a connection broke. So each rank writes its status into the store
+# of the rendezvous. There the other ranks read which rank raised an error, and which ranks
+# wrote nothing. This costs nothing until a rank fails.
 
 
 _LEFT = "left"
@@ -93,19 +95,19 @@ _NAME = "accelfn roll call"
 _JOINED, _KNOWS = "joined", "knows that all are joined"
 _ASKS_EVERY = 0.01
 _ANSWERS_WITHIN = 0.5
-"""Seconds; a store without a host may block its caller forever."""
+"""Seconds to wait for the store; if its process has ended, the store may never answer."""
 _LINGERS = 2.0
-"""Seconds; other ranks reach their timeouts later, on a busy machine much later."""
+"""Seconds that a failed rank 0 keeps the store, because other ranks notice the failure later."""
 
 
 @frozen(kw_only=True)
 class Standing:
-    """The last status of a rank.
+    """The last reported status of a rank.
 
     Attributes:
         how: the status, such as `raised ValueError: boom`, `left` or `waited in 'mean'`.
-        step: the rank's update; None before the first.
-        when: "at" that update, or "after" it.
+        step: the number of the rank's update; None before the first update.
+        when: "at" or "after" this update.
         is_waiting: whether the rank waited for other ranks.
     """
 
@@ -122,10 +124,10 @@ class Standing:
 
 
 def name_error(kind: str, text: str) -> str:
-    """Return an error's kind and its first line, or those of the cause in a data worker.
+    """Return an error's class and first line; for an error in a data worker, its cause's.
 
-    torch wraps an error of a data worker in a text that begins "Caught ValueError in
-    DataLoader worker process 0." and has the worker's traceback.
+    torch wraps an error of a data worker in a message that begins "Caught ValueError in
+    DataLoader worker process 0." and contains the worker's traceback.
     """
     first, _, rest = text.partition("\n")
     if first.startswith("Caught ") and rest.startswith("Original "):
@@ -137,38 +139,36 @@ def name_error(kind: str, text: str) -> str:
 
 
 def list_unjoined(store: dist.Store, size: int) -> list[int]:
-    """Return the ranks that are not joined according to the store."""
+    """Return the ranks that have not joined, according to the store."""
     substore = dist.PrefixStore(_NAME, store)
     return [rank for rank in range(size) if not substore.check([f"{_JOINED} {rank}"])]
 
 
 class RollCall:
-    """The exchange of the ranks' last status.
+    """The exchange of the ranks' last status through the store.
 
     Attributes:
-        rank_0_keeps_it: whether the store ends with rank 0, not with a launcher.
+        rank_0_keeps_it: whether the process of rank 0 hosts the store, not a launcher.
     """
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, *, rank_0_keeps_it: bool
     ) -> None:
-        """Take the store of the rendezvous."""
+        """Store the rendezvous store, and delete this rank's status from an earlier world."""
         self._met, self._store = store, dist.PrefixStore(_NAME, store)
         self._rank, self._size = rank, size
-        with suppress(
-            RuntimeError
-        ):  # what it told as an earlier world of the same group
+        with suppress(RuntimeError):
             self._store.delete_key(str(rank))
         self.rank_0_keeps_it = rank_0_keeps_it
         self._told: Standing | None = None
 
     def begin(self, timeout: float) -> None:
-        """Wait until all ranks are joined, because an earlier end would break the joining.
+        """Wait until all ranks have joined: a rank that ends earlier would break the others.
 
-        The rank that keeps the store continues last, so that no rank waits at a closed store.
+        Rank 0, which may host the store, continues last, so that no rank waits for a closed store.
 
         Raises:
-            PeerFailedError: a rank was not joined within the timeout, or ended before.
+            PeerFailedError: a rank did not join within the timeout, or ended before.
         """
         until = time.monotonic() + timeout
         try:
@@ -180,8 +180,8 @@ class RollCall:
         except RuntimeError as error:
             msg = (
                 f"Rank {self._rank} of {self._size} opened its world, but {self._absent()} did"
-                f" not within {round(timeout, 1):g} s, or ended meanwhile. Look at its output"
-                " for the cause."
+                f" not open its world within {round(timeout, 1):g} s, or ended. Look at its"
+                " output for the cause."
             )
             raise PeerFailedError(msg) from error
 
@@ -189,12 +189,12 @@ class RollCall:
         self._store.set(f"{word} {self._rank}", "")
 
     def _await_all(self, word: str, timeout: float) -> None:
-        """Wait until all ranks have set a word."""
+        """Wait until all ranks have written this word into the store."""
         words = [f"{word} {rank}" for rank in range(self._size)]
         self._store.wait(words, timedelta(seconds=timeout))
 
     def _absent(self) -> str:
-        """Return a text with the ranks that are not joined according to the store."""
+        """Return a text that names the ranks that have not joined, according to the store."""
         try:
             late = list_unjoined(self._met, self._size)
         except RuntimeError:
@@ -203,23 +203,23 @@ class RollCall:
         return f"rank {named}" if named else "another rank"
 
     def tell(self, how: str, activity: Activity, *, is_waiting: bool) -> None:
-        """Report a status to the other ranks, if the store still answers; the first counts."""
+        """Report this rank's status to the other ranks; only the first report counts."""
         if self._told is not None:
             return
         when = "after" if activity.is_between and not is_waiting else "at"
         self._told = standing = Standing(
             how=how, step=activity.step, when=when, is_waiting=is_waiting
         )
-        with suppress(RuntimeError):  # its host has gone
+        with suppress(RuntimeError):  # the process that hosts the store has ended
             self._store.set(str(self._rank), json.dumps(asdict(standing)))
 
     def hear(self) -> dict[int, Standing] | None:
         """Return the status of other ranks, by rank; None if the store does not answer.
 
-        It returns after all ranks or a failed rank have reported, or after half a second
-        without the silent ranks.
+        Wait until a failed rank, or all ranks, have reported, but at most half a second. Ranks
+        without a report are left out.
         """
-        # with two ranks, the other rank is the one that this rank waited for
+        # with two ranks, this rank waited for the only other rank, so its status is enough
         return self._heard(
             lambda heard: (
                 self._size == 2 or any(not h.is_waiting for h in heard.values())
@@ -228,7 +228,7 @@ class RollCall:
         )
 
     def linger(self) -> None:
-        """Keep the store of a failed rank 0 until the other ranks have reported."""
+        """If rank 0 failed and hosts the store, wait until the other ranks have reported."""
         has_failed = self._told is not None and self._told.how != _LEFT
         if has_failed and self._rank == 0 and self.rank_0_keeps_it:
             self._heard(lambda _: False, within=_LINGERS)
@@ -249,50 +249,50 @@ class RollCall:
                     if is_whole or is_enough(heard) or time.monotonic() > until:
                         return
                     time.sleep(_ASKS_EVERY)
-            except RuntimeError:  # the others may have spoken to nobody
+            except RuntimeError:  # the store is closed, so reports may be lost
                 has_gone.set()
 
         listening = threading.Thread(target=listen, daemon=True)
         listening.start()
-        # a store whose host was stopped, or cut off, never answers
+        # a store whose process was stopped, or lost its network, never answers
         listening.join(within + _ANSWERS_WITHIN)
         is_known = has_answered.is_set() and not has_gone.is_set()
         return dict(heard) if is_known else None
 
     def _spoken(self, heard: dict[int, Standing]) -> dict[int, Standing]:
-        """Return the status of ranks that reported since the last look."""
+        """Return the status of the ranks that reported since the last call."""
         silent = [r for r in range(self._size) if r != self._rank and r not in heard]
         speakers = [rank for rank in silent if self._store.check([str(rank)])]
         return {r: Standing(**json.loads(self._store.get(str(r)))) for r in speakers}
 
 
 _SETTLES = 0.05
-"""Seconds until each thread has run once on a busy machine."""
+"""Seconds after which every thread has run at least once, also on a busy machine."""
 
 
 @define(eq=False, slots=False)
 class Connection:
     """The process group of a world's ranks, until the world is closed.
 
-    torch aborts a process that still refers to a Gloo group at its end. So a world must drop
-    the group, and so must all other holders.
+    torch aborts a process that still has a reference to a Gloo group at its end. So when the
+    world is closed, all objects must drop their references to the group.
 
     Attributes:
-        group: torch's process group, until then.
-        activity: this rank's present operation.
+        group: torch's process group; None after the world is closed.
+        activity: this rank's current operation.
         roll_call: the exchange of the ranks' last status, in a world of `from_env`.
-        simulated: the services of simulated ranks (`testing.simulation.ranks`); else None.
-        regrouping: makes the next world in an elastic run: a `world.meeting.Launched`, or the
+        simulated: the services of simulated ranks (`testing.simulation.ranks`); None otherwise.
+        regrouping: creates the next world in an elastic run: a `world.meeting.Launched`, or the
             services of simulated ranks.
         parts: connections along the world's axes, by the names of the axes, and connections of
-            its parts, by the call of `split`.
-        mesh: torch's DeviceMesh of the axes, after its first use.
+            the parts of the world, by the call of `split`.
+        mesh: torch's DeviceMesh of the axes, created at its first use.
         successor: the next world after a regrouping.
         is_broken: whether a collective failed because of another rank.
-        is_ours: whether accelfn opened the group, and closes it.
+        is_ours: whether accelfn opened the group, and must close it.
         is_closed: whether the world is closed.
-        is_lent: whether a branch is in use, so that this connection must not be used.
-        is_branch: whether it is a branch: it joins the same processes by its own process group.
+        is_lent: whether a branch is in use. Then this connection must not be used.
+        is_branch: whether this is a branch: the same processes with another process group.
     """
 
     group: dist.ProcessGroup | None
@@ -311,7 +311,7 @@ class Connection:
     _holders: list[weakref.WeakMethod[Callable[[], None]]] = field(factory=list)
 
     def __attrs_post_init__(self) -> None:
-        """Check the group, and let no newcomer train alone."""
+        """Check the group; make the first update raise if this process has not joined others."""
         if self.group is not None and not isinstance(self.group, dist.ProcessGroup):
             msg = f"World(group={self.group!r}): expected a torch ProcessGroup or None."
             raise ArgumentError(msg)
@@ -324,26 +324,26 @@ class Connection:
         group: dist.ProcessGroup | None,
         simulated: Any = None,
     ) -> None:
-        """Add the connection along some of the world's axes, which has the same parts."""
+        """Add the connection along some of the world's axes; it shares the dict `parts`."""
         self.parts[names] = Connection(
             group, self.activity, simulated=simulated, parts=self.parts
         )
 
     def hold(self, let_go: Callable[[], None]) -> None:
-        """Register a bound method to call when the world is closed."""
+        """Register a bound method that drops references when the world is closed."""
         self._holders.append(weakref.WeakMethod(let_go))
 
     def check_not_lent(self) -> None:
-        """Raise while the ranks use a branch of the world.
+        """Raise if the ranks currently use a branch of this world.
 
         Raises:
             WorldError: a branch is in use.
         """
         if self.is_lent:
             msg = (
-                "This world waits while af.find_batch_size tries a batch size: a rank that"
-                " runs out of memory could not tell the others. Use the world that the"
-                " function is given, fn(batch_size, world), and create states in there."
+                "You cannot use this world while af.find_batch_size tries a batch size. Use the"
+                " world that af.find_batch_size passes to your function fn(batch_size, world),"
+                " and create the states inside fn."
             )
             raise WorldError(msg)
 
@@ -356,21 +356,21 @@ class Connection:
         return True
 
     def backend(self, device: torch.device) -> str | None:
-        """Return the name of what carries what lies on such a device; None of simulated ranks."""
+        """Return the name of the backend for tensors of a device; None for simulated ranks."""
         if self.simulated is not None:
             return None
         return cast("Any", self.group)._get_backend(device).name()
 
     def timeout(self, device: torch.device) -> float | None:
-        """Return after how many seconds a collective fails; None where nobody can tell."""
+        """Return the timeout of collectives in seconds; None if it is unknown."""
         try:
             backend: Any = cast("Any", self.group)._get_backend(device)
             return backend.options._timeout.total_seconds()
-        except (AttributeError, RuntimeError):  # a simulated one, or none
+        except (AttributeError, RuntimeError):  # a simulated group, or no such backend
             return None
 
     def set_timeout(self, seconds: float) -> None:
-        """Have collectives of the group and of its parts fail after so many seconds."""
+        """Set the timeout of collectives, of this group and the groups of its parts."""
         for connection in (self, *self.parts.values()):
             group = cast("Any", connection.group)
             for device in group._device_types:
@@ -378,12 +378,14 @@ class Connection:
                 backend._set_default_timeout(timedelta(seconds=seconds))
 
     def own(self) -> None:
-        """Have the process group closed by `end`, at the latest with the interpreter."""
+        """Let `end` close the process group, at the latest when the interpreter exits."""
         self.is_ours = True
-        atexit.register(self._end_at_exit)  # torch may abort a process that leaves it
+        atexit.register(
+            self._end_at_exit
+        )  # torch may abort a process with an open group
 
     def end(self) -> None:
-        """Close the process group, if it is ours; twice is once."""
+        """Close the process group if accelfn opened it; a second call does nothing."""
         if self.successor is not None:
             self.successor.close()
         if not self.is_ours or self.is_closed:
@@ -393,19 +395,20 @@ class Connection:
         roll_call = self.roll_call
         is_default = dist.is_initialized() and dist.group.WORLD is self.group
         self.close()
-        # DistributedDataParallel refers to itself. It must be gone before the group is: its
-        # reducer would free the group holding the interpreter's lock, which Gloo may want
+        # DistributedDataParallel is in a reference cycle, and must be freed before the group.
+        # Otherwise its reducer would free the group while it holds the GIL, and Gloo's threads
+        # may wait for the GIL
         gc.collect()
         if is_default:
             dist.destroy_process_group()
-        # DistributedDataParallel leaves Gloo's threads behind (torch 2.13). One that has not yet
-        # freed the last sum would want the interpreter's lock when there is none, and abort
+        # DistributedDataParallel leaves Gloo threads running (torch 2.13). A thread that has not
+        # yet freed its last result needs the GIL, and aborts if the interpreter is gone
         time.sleep(_SETTLES)
         if roll_call is not None:
             roll_call.linger()
 
     def _end_at_exit(self) -> None:
-        """End, and drop the printed traceback, because its frames hold the group."""
+        """Close the group, and drop the last traceback, whose frames have references to it."""
         error = getattr(sys, "last_value", None)
         if error is not None:
             self.fail(error)
@@ -417,7 +420,7 @@ class Connection:
         self.end()
 
     def close(self) -> None:
-        """Drop the group everywhere."""
+        """Drop all references to the group, here, in the parts and in registered objects."""
         for holder in self._holders:
             let_go = holder()
             if let_go is not None:
@@ -446,14 +449,14 @@ class Connection:
 
 def _refuse_alone(update: int) -> None:
     msg = (
-        "This rank replaces one that is gone, and would train alone, from"
-        f" update {update}. Let it come in before the first step: state = af.regroup(state)."
+        "This process replaces a rank that ended, and has not joined the other ranks: it would"
+        f" train alone from update {update}. Call state = af.regroup(state) before the first step."
     )
     raise WorldError(msg)
 
 
 def clear_frames(error: BaseException | None) -> None:
-    """Clear the variables of all functions that an error and its causes went through."""
+    """Clear the local variables in the tracebacks of an error and its causes."""
     ids: set[int] = set()
     pending = [error]
     while pending:
@@ -464,10 +467,7 @@ def clear_frames(error: BaseException | None) -> None:
             pending += [link.__cause__, link.__context__]
 
 
-# A store that stops waiting for values of a process that has ended.
-
-
-# torch's stubs name the same parameter differently from method to method
+# A store that stops waiting if a process has ended.
 
 _LOOKS_EVERY = 0.02
 
@@ -482,21 +482,21 @@ class WatchedStore(dist.Store):
     def __init__(
         self, store: dist.Store, is_one_gone: Callable[[], bool], timeout: float
     ) -> None:
-        """Take a store, a function that tells if a rank has ended, and a timeout in seconds."""
+        """Wrap a store; `is_one_gone` returns whether a rank has ended; timeout in seconds."""
         super().__init__()
         self._store, self._is_one_gone, self._timeout = store, is_one_gone, timeout
 
     def set(self, key: str, value: Any) -> None:
-        """Write a value."""
+        """Store a value under a key."""
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """Wait for a value, and return it."""
+        """Wait until a key has a value, and return the value."""
         self.wait([key])
         return self._store.get(key)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, and return it."""
+        """Add `amount` to the number under a key, and return the sum."""
         return self._store.add(key, amount)
 
     def check(self, keys: list[str]) -> bool:
@@ -507,13 +507,13 @@ class WatchedStore(dist.Store):
         """Wait until all keys have a value.
 
         Raises:
-            dist.DistStoreError: a rank has ended, or the time is over.
+            dist.DistStoreError: a rank has ended, or the timeout is over.
         """
         seconds = self._timeout if timeout is None else timeout.total_seconds()
         until = time.monotonic() + seconds
         while not self._store.check(list(keys)):
             if self._is_one_gone():
-                msg = f"one of the ranks is gone, before {', '.join(keys)} was written"
+                msg = f"a rank ended before {', '.join(keys)} was written"
                 raise dist.DistStoreError(msg)
             if time.monotonic() > until:
                 msg = f"{', '.join(keys)} was not written within {seconds:g} s"
@@ -521,7 +521,7 @@ class WatchedStore(dist.Store):
             time.sleep(_LOOKS_EVERY)
 
     def has_extended_api(self) -> bool:
-        """Return False: the store cannot append, or read several keys at once."""
+        """Return False, because this store cannot append, or read several keys at once."""
         return False
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -529,10 +529,10 @@ class WatchedStore(dist.Store):
         self._timeout = timeout.total_seconds()
 
 
-# The store of a run's rendezvous, and who can reach it.
+# The store of a run's rendezvous, and the machines that can reach it.
 #
-# torch's store has no authentication, and listens on all interfaces of its machine. If the ranks
-# meet on the loopback, accelfn lets it listen there only.
+# torch's store has no authentication, and listens on all network interfaces. If all ranks are on
+# this machine, accelfn makes the store listen only on the loopback interface.
 
 
 def open_store(
@@ -544,20 +544,20 @@ def open_store(
     is_local: bool = True,
     is_shared: bool = False,
 ) -> dist.TCPStore:
-    """Return a store of this process; `port=0` takes a free port.
+    """Open a store in this process, and return it; `port=0` chooses a free port.
 
-    No other machine can reach a store on the loopback.
+    Other machines cannot reach a store on the loopback interface.
 
     Args:
-        host: the address of this machine for the other processes.
+        host: the address at which the other processes reach this machine.
         port: the port to listen at.
         timeout: the timeout of the store.
-        size: the number of processes to wait for; default none.
-        is_local: whether all processes are on this machine. On other machines a name of the
-            loopback may be another address.
-        is_shared: whether the store may be this process's own store at that port.
+        size: the number of processes to wait for; None means not to wait.
+        is_local: whether all processes are on this machine. Then a host name that resolves to
+            the loopback here is safe; on another machine it may resolve to another address.
+        is_shared: whether this process may already have a store at this port, and use it.
     """
-    # addresses that are the loopback on every machine
+    # these addresses are the loopback on every machine
     is_loopback = host == "localhost" or host.startswith(("127.", "::1", "[::1]"))
     listener = _bound_to_loopback(host, port) if is_local or is_loopback else None
     if listener is not None:
@@ -576,8 +576,11 @@ def open_store(
 
 
 def _bound_to_loopback(host: str, port: int) -> socket.socket | None:
-    """Return a socket for the store; None off the loopback, or if the port is in use."""
-    with suppress(socket.gaierror):  # torch raises a clear error
+    """Return a socket that listens on the loopback.
+
+    Return None if the host is not on the loopback, or the port is in use.
+    """
+    with suppress(socket.gaierror):  # later, torch raises a clear error for this host
         addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, where = addresses[0]
         if ip_address(where[0]).is_loopback:
@@ -600,7 +603,10 @@ def _bound_to_loopback(host: str, port: int) -> socket.socket | None:
 def open_rows(
     run: Sequence[tuple[int, ...]], rank: int, seconds: float | None, name: str
 ) -> Any:
-    """Open the group of each row of several ranks, in one order; return that of a rank."""
+    """Open a group for each row with several ranks; return the group that contains `rank`.
+
+    All ranks must open all groups in the same order.
+    """
     timeout = None if seconds is None else timedelta(seconds=seconds)
     own_group = None
     for row in run:
@@ -616,7 +622,7 @@ Groups: TypeAlias = dict[tuple[str, ...], dist.ProcessGroup]
 def open_groups(axes: Mapping[str, int], rank: int, timeout: float) -> Groups:
     """Open the groups of all runs of neighboring axes, and return the groups of this rank.
 
-    All ranks open all groups, in one order.
+    All ranks must open all groups in the same order.
     """
     return {
         names: open_rows(rows(axes, names), rank, timeout, " x ".join(names))

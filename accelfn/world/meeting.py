@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rendezvous: the processes of a run meet at one store and open process groups."""
+"""Rendezvous: the processes of a run connect to one store, and open process groups."""
 
 from __future__ import annotations
 
@@ -37,25 +37,26 @@ _SAYS_AFTER = 10.0
 _CAN_CHANGE_TIMEOUT = {"gloo", "nccl"}
 _LOOKS_EVERY = 0.05
 _worlds = count()
-"""Numbers the worlds that this process opens; every rank opens the same ones."""
+"""Counts the worlds that this process opens; every rank opens the same number of worlds."""
 
 
 class Meeting:
-    """How long ranks may take until their world is up, and for whom this rank waits.
+    """The deadline for opening a world, and a message that names the ranks still missing.
 
-    All parts share one deadline: the store, the other ranks, their process groups. In a
-    `with` block this rank says after some seconds for whom it waits.
+    All phases share the deadline: to reach the store, to wait for the other ranks, and to open
+    process groups. If a `with` block of this class takes longer than 10 s, it prints for which
+    ranks this rank waits.
 
     Attributes:
-        place: this rank's.
-        timeout: seconds from the start of the meeting to its deadline.
-        store: the ranks meet here, once this rank has reached it.
-        opens_in_time: whether the deadline holds for process groups too. Else they open
-            with their own timeout, because torch could not change it afterwards.
+        place: this rank's place in the run.
+        timeout: seconds from the start to the deadline.
+        store: the store at which the ranks meet; None until this rank has reached it.
+        opens_in_time: whether process groups open with the time that is left. Otherwise they
+            open with the full timeout, because torch cannot change their timeout later.
     """
 
     def __init__(self, place: Place, timeout: float) -> None:
-        """Begin now."""
+        """Start the deadline now."""
         self.place, self.timeout = place, timeout
         self.store: dist.Store | None = None
         self.opens_in_time = False
@@ -65,28 +66,26 @@ class Meeting:
 
     @property
     def seconds_left(self) -> float:
-        """How many seconds there are until the deadline; a moment, after it."""
+        """Seconds until the deadline, at least 0.1."""
         return max(self._until - time.monotonic(), 0.1)
 
     @property
     def seconds_to_open(self) -> float:
-        """How many seconds a process group may take to open."""
+        """Seconds that a process group may take to open."""
         return self.seconds_left if self.opens_in_time else self.timeout
 
     def __enter__(self) -> Self:
-        """Wait from now on."""
+        """Start the timer for the message."""
         self._timer.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait no more."""
+        """Stop the timer for the message."""
         self._timer.cancel()
 
     def _say(self) -> None:
         place = self.place
-        with suppress(
-            RuntimeError
-        ):  # the store is gone, and the waiting thread says so
+        with suppress(RuntimeError):  # the store is closed: the main thread raises
             sys.stderr.write(
                 f"accelfn: rank {place.rank} of {place.size} waits for {self._name_awaited()} at"
                 f" {place.address}:{place.port}, for {self.seconds_left:.0f} s more.\n"
@@ -95,7 +94,7 @@ class Meeting:
     def _name_awaited(self) -> str:
         if self.store is None:
             return "the launcher" if self.place.has_store else "rank 0"
-        # the waiting thread has the other connection
+        # a second connection, because the main thread uses the first while it waits
         store = cast("Any", self.store).clone()
         rank, size = self.place.rank, self.place.size
         late = [r for r, count in enumerate(_counts(store, size)) if not count]
@@ -106,24 +105,26 @@ class Meeting:
 
 
 def check_backend(backend: str | None) -> None:
-    """Raise unless torch was built with a backend."""
+    """Raise unless this torch build has the backend, or each backend of a list."""
     for part in [] if backend is None else backend.split(","):
         name = part.split(":")[-1]
         if not dist.is_backend_available(name):
             msg = (
-                f"Backend {backend!r}: this torch has no {name!r}. Expected gloo, nccl or"
-                ' one a device, such as "cpu:gloo,cuda:nccl".'
+                f"World.from_env(backend={backend!r}): this torch build has no backend"
+                f" {name!r}. Use gloo or nccl, or a backend for each device type, such as"
+                ' "cpu:gloo,cuda:nccl".'
             )
             raise WorldError(msg)
 
 
 def refuse_open_group() -> None:
-    """Raise where several ranks have met, and the environment does not say so."""
+    """Raise if torch's process group has several ranks, but the environment has no rank."""
     if dist.is_initialized() and (size := dist.get_world_size()) > 1:
         msg = (
-            f"The environment has no RANK, but torch's process group has {size} ranks:"
-            " this is not a world of 1. Pass on the World that you were given (a"
-            " simulated rank gets its own), or make one with World(rank=, size=, group=)."
+            f"torch's process group has {size} ranks, but the environment has no RANK, so accelfn"
+            " would create a world of one process. Use the World that you already have (a"
+            " simulated rank gets its World as an argument), or write World(rank=..., size=...,"
+            " group=...)."
         )
         raise WorldError(msg)
 
@@ -131,7 +132,7 @@ def refuse_open_group() -> None:
 def join(
     meeting: Meeting, *, backend: str | None, device: torch.device
 ) -> tuple[Connection, bool]:
-    """Return what joins all ranks, and whether it was opened here."""
+    """Return the connection of all ranks, and whether this call opened the process group."""
     place = meeting.place
     if dist.is_initialized():
         group = dist.group.WORLD
@@ -141,9 +142,9 @@ def join(
         ):
             return _connection(place, group, group.get_group_store()), False
         msg = (
-            f"A process group is open in which this is rank {dist.get_rank()} of"
-            f" {dist.get_world_size()}, but the environment says RANK={place.rank}"
-            f" of WORLD_SIZE={place.size}. Close it with"
+            f"This process is rank {dist.get_rank()} of {dist.get_world_size()} in torch's open"
+            f" process group, but the environment says RANK={place.rank} of"
+            f" WORLD_SIZE={place.size}. Close the group first, with"
             " torch.distributed.destroy_process_group()."
         )
         raise WorldError(msg)
@@ -172,10 +173,10 @@ def open_default_group(
     device: torch.device,
     timeout: float,
 ) -> None:
-    """Open torch's default group of ranks that have met at a store.
+    """Open torch's default process group, through a store that all ranks have reached.
 
     Raises:
-        WorldError: torch cannot.
+        WorldError: torch cannot open the group.
     """
     backend = _backend(device) if backend is None else backend
     with explain_opening(rank, size, backend):
@@ -191,25 +192,27 @@ def open_default_group(
 
 @contextmanager
 def explain_opening(rank: int, size: int, backend: str | None) -> Generator[None]:
-    """Raise a WorldError that says which rank could not open a process group."""
+    """Turn an error inside a `with` block into a WorldError that names rank and backend."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
         msg = f"Rank {rank} of {size} cannot open a {backend!r} process group: {error}"
         if isinstance(error, dist.DistError):
-            msg += ". If another rank ended, or cannot be reached, its output says why."
+            msg += (
+                ". Look at the output of the other ranks: one of them may have failed."
+            )
         raise WorldError(msg) from error
 
 
 def _backend(device: torch.device) -> str:
-    """Return what torch joins such devices by, beside what joins processors."""
+    """Return the backend for devices of this type, together with gloo for the CPU."""
     if device.type == "cpu":
         return "gloo"
     backends = dist.Backend.default_device_backend_map
     if device.type not in backends:
         msg = (
-            f"torch.distributed has no backend for devices of type {device.type!r}; it has"
-            f" {', '.join(backends)}. Import the package that registers one, or name it:"
+            f"torch.distributed has no default backend for devices of type {device.type!r}, only"
+            f" for {', '.join(backends)}. Import the package that registers a backend, or write"
             f' World.from_env(backend="cpu:gloo,{device.type}:...").'
         )
         raise WorldError(msg)
@@ -219,7 +222,7 @@ def _backend(device: torch.device) -> str:
 def _connection(
     place: Place, group: dist.ProcessGroup | None, store: dist.Store
 ) -> Connection:
-    """Return what joins the ranks, which tell each other at a store how they end."""
+    """Return a connection whose ranks report their status through the store."""
     roll_call = RollCall(
         store, place.rank, place.size, rank_0_keeps_it=not place.has_store
     )
@@ -227,12 +230,14 @@ def _connection(
 
 
 def _meet(meeting: Meeting) -> dist.Store:
-    """Wait until all ranks are there; return the store at which they are.
+    """Wait until all ranks have connected to the store, and return the store.
 
-    The last one to come sees whether each rank came once, and tells all.
+    The last process to connect checks that there is one process per rank, and writes the counts
+    for all processes.
     """
     place = meeting.place
-    # a launcher's store outlives a world: the next one must not find its addresses
+    # a launcher's store still exists after a world ends, so each world has its own key prefix:
+    # the next world must not read addresses of the old world
     name = f"accelfn attempt {place.attempt} world {next(_worlds)}"
     store = dist.PrefixStore(name, store_of(place, meeting.seconds_left))
     meeting.store = store
@@ -244,32 +249,33 @@ def _meet(meeting: Meeting) -> dist.Store:
     except dist.DistError as error:
         came = enumerate(_counts(store, place.size))
         late = ", ".join(str(rank) for rank, count in came if count == 0)
-        msg = f"within {meeting.timeout:g} s none came as rank {late}"
+        msg = f"no process connected as rank {late} within {meeting.timeout:g} s"
         raise WorldError(msg) from error
     counts = enumerate(json.loads(store.get("counts")))
-    wrong = [f"{n or 'none'} as rank {rank}" for rank, n in counts if n != 1]
+    wrong = [f"{n or 'none'} with rank {rank}" for rank, n in counts if n != 1]
     if wrong:
         msg = (
-            f"{place.size} processes came, {' and '.join(wrong)}. Give each a RANK of its"
-            " own, and each run its own MASTER_PORT."
+            f"{place.size} processes connected, but {' and '.join(wrong)}. Set a different RANK"
+            " for each process. If several jobs run at the same time, also set a different"
+            " MASTER_PORT for each job."
         )
         raise WorldError(msg)
     return store
 
 
 def _counts(store: dist.Store, size: int) -> list[int]:
-    """Return how many processes have come as each rank."""
+    """Return the number of connected processes for each rank."""
     return [store.add(str(rank), 0) for rank in range(size)]
 
 
 def store_of(place: Place, timeout: float) -> dist.Store:
-    """Return the store of a run, which rank 0 opens, if no launcher has."""
+    """Return the store of a run; rank 0 opens the store if no launcher did."""
     address, port = place.address, place.port
-    assert address is not None  # noqa: S101 - a place without one is alone
+    assert address is not None  # noqa: S101 - a process without an address has no store
     assert port is not None  # noqa: S101
     keeps_it = place.rank == 0 and not place.has_store
     if keeps_it:
-        # a launcher in this process may have one there
+        # a launcher inside this process may already have a store at this port
         is_local = place.local_size == place.size
         return open_store(
             address,
@@ -285,14 +291,20 @@ def store_of(place: Place, timeout: float) -> dist.Store:
 
 
 def _await(address: str, port: int, timeout: float) -> None:
-    """Wait until somebody listens there; torch would take twice the time, and log each try."""
+    """Wait until a process listens at an address.
+
+    torch would wait twice as long as the timeout, and log each attempt.
+    """
     until = time.monotonic() + timeout
     while True:
         try:
             socket.create_connection((address, port), timeout=timeout).close()
         except OSError as error:
             if time.monotonic() > until:
-                msg = f"none listens at {address}:{port} within {round(timeout, 1):g} s ({error})"
+                seconds = f"{round(timeout, 1):g} s"
+                msg = (
+                    f"no process listens at {address}:{port} after {seconds} ({error})"
+                )
                 raise WorldError(msg) from error
         else:
             return
@@ -301,23 +313,24 @@ def _await(address: str, port: int, timeout: float) -> None:
 
 # Regrouping: processes of an elastic launch form a new world.
 #
-# The launcher knows which processes live, and its store outlives them all. So it is the one
-# who says who makes the next world: it waits until every rank of this one that lives has
-# come, and adds the newcomers that wait. What each side writes and reads at the store is in
-# `Words`. A program opens one world, and `af.regroup` makes the others.
+# The launcher knows which processes are alive, and its store exists longer than any process. So
+# the launcher decides which processes form the next world. It waits until every living process
+# of the current world has called `af.regroup`, and adds the new processes that wait. `Words`
+# defines the keys that processes and launcher write and read. A program opens its first world
+# itself, and `af.regroup` creates the next worlds.
 
 
 _ASKS_EVERY = 0.02
 _NOTICES_WITHIN = 5.0
-"""Seconds: a launcher looks after its processes many times a second."""
+"""Seconds within which the launcher notices that a process ended."""
 
 
 @frozen
 class Words:
-    """The keys at the store by which processes and their launcher understand each other.
+    """The store keys for messages between processes and their elastic launcher.
 
-    A process is called by its place on the machine and how often one was started there: "1.0".
-    An elastic launcher sets `VARIABLE` to how often it has started one in this one's place.
+    The name of a process is its local rank and the number of its restarts, such as "1.0". The
+    launcher sets the environment variable `VARIABLE` to the number of restarts.
     """
 
     VARIABLE: ClassVar = "ACCELFN_ELASTIC"
@@ -325,11 +338,11 @@ class Words:
 
     @classmethod
     def at(cls, store: dist.Store) -> Words:
-        """Return the words at a launcher's store."""
+        """Return the `Words` of a launcher's store."""
         return cls(dist.PrefixStore("accelfn elastic", store))
 
     def come(self, number: int, name: str) -> None:
-        """Say that a process of the world before waits for world `number`."""
+        """Write that a process of the previous world waits for world `number`."""
         self.store.set(f"came {number} {name}", "")
 
     def has_come(self, number: int, name: str) -> bool:
@@ -337,57 +350,57 @@ class Words:
         return self.store.check([f"came {number} {name}"])
 
     def ask_in(self, name: str) -> None:
-        """Say that a newcomer waits for whatever world is next."""
+        """Write that a new process waits to join the next world."""
         self.store.set(f"waits {name}", "")
         self.store.add("waiting", 1)
 
     def waits(self, name: str) -> bool:
-        """Return whether a newcomer waits."""
+        """Return whether a new process waits to join."""
         return self.store.check([f"waits {name}"])
 
     def take_in(self, name: str, number: int | None) -> None:
-        """Tell a newcomer in which world it is; None: in none, for it is gone."""
+        """Write which world a new process joins; None if the process has ended."""
         self.store.add("waiting", -1)
         if number is not None:
             self.store.set(f"taken {name}", str(number))
 
     def taken(self, name: str) -> int | None:
-        """Return in which world a newcomer was taken."""
+        """Return the number of the world that a new process joins; None if not decided."""
         key = f"taken {name}"
         return int(self.store.get(key)) if self.store.check([key]) else None
 
     def num_waiting(self) -> int:
-        """Return how many newcomers wait."""
+        """Return how many new processes wait to join."""
         return self.store.add("waiting", 0)
 
     def call(self, number: int, names: list[str]) -> None:
-        """Say who makes world `number`, in the order of its ranks."""
+        """Write which processes form world `number`, in the order of their ranks."""
         self.store.set(f"world {number}", json.dumps(names))
 
     def called(self, number: int) -> list[str] | None:
-        """Return who makes a world, once the launcher has said so."""
+        """Return the processes that form a world; None if the launcher has not decided."""
         key = f"world {number}"
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def lose(self, name: str) -> None:
-        """Say that a process is gone."""
+        """Write that a process has ended."""
         self.store.set(f"gone {name}", "")
 
     def is_gone(self, name: str) -> bool:
-        """Return whether a process is gone."""
+        """Return whether a process has ended."""
         return self.store.check([f"gone {name}"])
 
     def arrive(self, number: int, name: str) -> None:
-        """Say that a process knows who makes a world with it."""
+        """Write that a process knows the members of its next world."""
         self.store.set(f"here {number} {name}", "")
 
     def is_here(self, number: int, name: str) -> bool:
-        """Return whether a process knows who makes a world with it."""
+        """Return whether a process knows the members of its next world."""
         return self.store.check([f"here {number} {name}"])
 
 
 def is_newcomer(env: Environment) -> bool:
-    """Return whether this process was started in the place of one that is gone."""
+    """Return whether the launcher started this process to replace a process that ended."""
     return Words.VARIABLE in env and integer(env, Words.VARIABLE) > 0
 
 
@@ -399,7 +412,7 @@ def regrouping_of(
     device: torch.device,
     timeout: float,
 ) -> Launched | None:
-    """Return how a process makes another world with others; None where it cannot."""
+    """Return the object that can create the next world; None without an elastic launcher."""
     if Words.VARIABLE not in env:
         return None
     return Launched(
@@ -415,16 +428,16 @@ def regrouping_of(
 
 @define(eq=False)
 class Launched:
-    """A process of an elastic launch, and how it makes another world with the others.
+    """A process of an elastic launch, which can form the next world with other processes.
 
     Attributes:
         store: the launcher's store.
-        name: this process, as the store names it.
+        name: the name of this process in the store.
         names: the processes of its world, in the order of their ranks.
-        backend: as a world's; None for the default.
+        backend: torch's backend for the process group; None for the default.
         device: the device of its tensors.
-        timeout: seconds that a collective, or a wait for the others, may take.
-        is_newcomer: whether it is in no world with others yet.
+        timeout: seconds that a collective, or a wait for other processes, may take.
+        is_newcomer: whether this process has not joined a world with others.
         number: the number of its world.
     """
 
@@ -442,17 +455,18 @@ class Launched:
         return Words.at(self.store)
 
     def is_awaited(self) -> bool:
-        """Return whether a newcomer waits to join."""
+        """Return whether a new process waits to join."""
         return self._words.num_waiting() > 0
 
     def meet(self, world: Any) -> Any:
-        """Close a world; wait for all ranks of it that live, and return the next.
+        """Close a world, wait for its living ranks, and return the next world.
 
         Raises:
-            PeerFailedError: one that lives did not come in time; it is named.
-            WorldError: torch cannot join those that came.
+            PeerFailedError: a living rank did not call `af.regroup` in time; the message names it.
+            WorldError: torch cannot open a process group for the next world.
         """
-        # they refer to what refers to the group, as a DistributedDataParallel does
+        # local variables in tracebacks may have references to the group, for example a
+        # DistributedDataParallel
         clear_frames(sys.exc_info()[1])
         world.connection.end()
         world.connection.close()
@@ -463,10 +477,10 @@ class Launched:
         return world.followed(names.index(self.name), len(names), connection)
 
     def _next(self) -> list[str]:
-        """Return the members of the next world from the launcher."""
+        """Ask the launcher for the members of the next world, and return them."""
         if self.is_newcomer and self.number == 0:
             self._words.ask_in(self.name)
-            # for as long as others train: the launcher, which knows when they end, ends this too
+            # without a timeout: the launcher ends this process when the others end
             while (number := self._words.taken(self.name)) is None:
                 time.sleep(_ASKS_EVERY)
             self.number = number
@@ -477,7 +491,7 @@ class Launched:
         while (names := self._words.called(self.number)) is None:
             if time.monotonic() > until:
                 missing = self._missing()
-                self.number -= 1  # whoever asks again waits for the same world
+                self.number -= 1  # a later call waits for the same world again
                 raise PeerFailedError(missing)
             time.sleep(_ASKS_EVERY)
         self.names = names
@@ -490,15 +504,15 @@ class Launched:
             if not self._words.has_come(self.number, name)
             and not self._words.is_gone(name)
         ]
+        late_rank = f"rank {' and '.join(late)}" if late else "another rank"
         return (
             f"Rank {self.names.index(self.name)} of {len(self.names)} waited"
-            f" {self.timeout:g} s in af.regroup(state), and rank"
-            f" {' and '.join(late) or 'none'}, which is alive, did not come. Call it on all"
-            " ranks of a world."
+            f" {self.timeout:g} s in af.regroup(state), but {late_rank}, which is alive, did not"
+            " call it. Call af.regroup on all ranks of the world."
         )
 
     def _all_arrive(self, names: list[str]) -> bool:
-        """Wait until all who make a world know of it; return False where one is gone before."""
+        """Wait until all members know of the next world; return False if a member has ended."""
         self._words.arrive(self.number, self.name)
         until = time.monotonic() + self.timeout
         absent = list(names)
@@ -510,7 +524,7 @@ class Launched:
         return True
 
     def _join_ranks(self, names: list[str], activity: Activity) -> Connection | None:
-        """Return what joins those who make a world; None where one is gone meanwhile."""
+        """Return the connection of a world's members; None if a member ended meanwhile."""
         store = dist.PrefixStore(f"accelfn world {self.number}", self.store)
         if not (self._all_arrive(names) and self._open_group(names, store)):
             return None
@@ -526,10 +540,10 @@ class Launched:
         )
 
     def _open_group(self, names: list[str], store: dist.Store) -> bool:
-        """Let torch join those who have arrived; return whether all of them lived so long.
+        """Open a process group for these processes; return False if one of them has ended.
 
         Raises:
-            WorldError: all of them live, and torch cannot join them.
+            WorldError: all processes are alive, but torch cannot open the group.
         """
         if len(names) == 1:
             return True
@@ -549,10 +563,10 @@ class Launched:
         return True
 
     def _watch_store(self, store: dist.Store, names: list[str]) -> dist.Store:
-        """Return a store at which nobody waits for one of these who is gone.
+        """Return a store that stops waiting if one of these processes has ended.
 
-        Where a device is no processor, its backend goes on to use a store in threads of its
-        own, which had better not wait for Python: then a timeout ends what is waited for.
+        Backends of accelerators use the store in their own threads, and these must not wait
+        for Python code. So they get the original store, and wait until the timeout.
         """
         if self.device.type != "cpu":
             return store
@@ -560,7 +574,7 @@ class Launched:
         return WatchedStore(store, lambda: any(map(is_gone, names)), self.timeout)
 
     def _loses_one(self, names: list[str]) -> bool:
-        """Return whether one of these is gone, of whom the launcher may not know yet."""
+        """Return whether one of these processes has ended; wait until the launcher noticed."""
         until = time.monotonic() + min(self.timeout, _NOTICES_WITHIN)
         while not any(map(self._words.is_gone, names)):
             if time.monotonic() > until:

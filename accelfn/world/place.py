@@ -19,16 +19,16 @@ THIS_MACHINE: Final = "127.0.0.1"
 
 @frozen
 class Place:
-    """A process's rank and size in its run.
+    """A process's rank and world size, as its launcher describes them.
 
     Attributes:
         launcher: the launcher's name, for errors.
-        rank: this process, of `size`.
-        local_rank: this process among the `local_size` of its machine.
-        node_rank: its machine.
-        address: where rank 0 listens; None for a single rank, as is `port`.
-        attempt: how often a launcher has started ranks at the same store.
-        has_store: whether a launcher listens there instead of rank 0.
+        rank: the number of this process, from 0 to `size - 1`.
+        local_rank: the number of this process among the `local_size` processes of its machine.
+        node_rank: the number of its machine.
+        address: the address at which rank 0 listens; like `port`, None for a single rank.
+        attempt: how often the launcher has started the ranks again with the same store.
+        has_store: whether the launcher listens at the address, instead of rank 0.
     """
 
     launcher: str
@@ -44,7 +44,7 @@ class Place:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there are no other ranks, and no address to meet at."""
+        """Whether this is the only rank, and the launcher has set no address."""
         return self.size == 1 and self.address is None
 
 
@@ -52,11 +52,11 @@ def check_place(place: Place, names: tuple[str, ...]) -> None:
     """Raise unless rank, size, local rank and local size fit together.
 
     Args:
-        place: the place.
-        names: the variables of these four values, for the error.
+        place: the place to check.
+        names: the names of the variables with these four values, for the error.
 
     Raises:
-        WorldError: they contradict each other.
+        WorldError: the values contradict each other.
     """
     is_below = 0 <= place.rank < place.size
     if not is_below or not 0 <= place.local_rank < place.local_size <= place.size:
@@ -67,7 +67,7 @@ def check_place(place: Place, names: tuple[str, ...]) -> None:
 
 
 def _check_complete(env: Environment, names: Iterable[str], advice: str) -> None:
-    """Raise unless the environment has all variables of a launcher."""
+    """Raise unless the environment has all of these variables of a launcher."""
     present = [name for name in names if name in env]
     missing = [name for name in names if name not in env]
     if missing:
@@ -79,12 +79,14 @@ def _check_complete(env: Environment, names: Iterable[str], advice: str) -> None
 
 
 def machine_of(env: Environment, place: Place) -> int:
-    """Return the number of this machine, if ranks fill equal machines one after the other.
+    """Return the number of this machine.
 
-    `GROUP_RANK` (torchrun) or `NODE_RANK` (Ray Train, Lightning) gives the number otherwise.
+    The number is the value of `GROUP_RANK` (torchrun) or `NODE_RANK` (Ray Train, Lightning).
+    Without these variables it is computed, which is possible only if consecutive ranks fill
+    machines with equally many ranks.
 
     Raises:
-        WorldError: the ranks do not, and neither variable is set.
+        WorldError: the ranks do not fill such machines, and neither variable is set.
     """
     for name in ("GROUP_RANK", "NODE_RANK"):
         if name in env:
@@ -93,15 +95,16 @@ def machine_of(env: Environment, place: Place) -> int:
     if rest or machine < 0 or place.size % place.local_size:
         msg = (
             f"Rank {place.rank} of {place.size} has local rank {place.local_rank} of"
-            f" {place.local_size}: the ranks do not fill equal machines one after the other."
-            " Have mpirun map them by slot, or set GROUP_RANK to the number of each machine."
+            f" {place.local_size}, so accelfn cannot compute the number of this machine: ranks do"
+            " not fill equal machines one after the other. Let mpirun map ranks by slot"
+            " (--map-by slot), or set GROUP_RANK to the machine's number, 0 or more."
         )
         raise WorldError(msg)
     return machine
 
 
 def given_port(env: Environment) -> int:
-    """Return the port in MASTER_PORT."""
+    """Return the port in the environment variable MASTER_PORT."""
     port = integer(env, "MASTER_PORT")
     if not 0 <= port < 2**16:
         msg = f"The environment variable MASTER_PORT is {port}; expected 0 to 65535."
@@ -110,12 +113,12 @@ def given_port(env: Environment) -> int:
 
 
 def derived_port(number: int) -> int:
-    """Return the port of a run; below 32768, because the system uses ports above."""
+    """Return a port for a run, from a number; the operating system uses ports from 32768."""
     return 10_000 + number % 20_000
 
 
 def integer(env: Environment, name: str) -> int:
-    """Return a variable's value.
+    """Return the value of an environment variable as an integer.
 
     Raises:
         WorldError: the value is not an integer.
@@ -127,20 +130,20 @@ def integer(env: Environment, name: str) -> int:
         raise WorldError(msg) from None
 
 
-# The place of a process that an mpirun has started: Open MPI's, MVAPICH2's or MPICH's.
+# The place of a process that mpirun started: of Open MPI, MVAPICH2, MPICH or Intel MPI.
 
 
 @frozen
 class Variables:
-    """The environment variables of an MPI implementation."""
+    """The environment variables that an MPI implementation sets."""
 
     launcher: str
-    names: tuple[str, ...]  # of rank, size, local rank and local size
-    export: str  # the option of its mpirun that passes {} to all ranks
+    names: tuple[str, ...]  # the variables with rank, size, local rank and local size
+    export: str  # the mpirun option that sets a variable on all ranks
     job: str | None = None  # the variable with the name of the run
 
     def is_meant(self, env: Environment) -> bool:
-        """Whether an mpirun has started this process; SLURM sets some of PMI's variables."""
+        """Return whether this mpirun started the process; SLURM also sets some PMI variables."""
         rank, size, local_rank, _ = self.names
         if rank == "PMI_RANK" and "SLURM_PROCID" in env:
             return local_rank in env
@@ -169,7 +172,7 @@ MPI_VARIABLES: Final = (
 
 
 def place_by_mpi(env: Environment, variables: Variables) -> Place:
-    """Return the place that an mpirun's variables give.
+    """Return the place of this process from the variables of mpirun.
 
     Raises:
         WorldError: a variable is missing, malformed or contradicts another.
@@ -195,7 +198,7 @@ def _with_address(
     find_address: Callable[[], str],
     find_port: Callable[[], int],
 ) -> Place:
-    """Return a place with the address and port at which several ranks meet."""
+    """Return the place with address and port added, if there are several ranks."""
     if place.size == 1:
         return place
     if "MASTER_ADDR" in env:
@@ -209,8 +212,9 @@ def _with_address(
 
 def _address(variables: Variables, place: Place) -> NoReturn:
     msg = (
-        f"{variables.launcher} started {place.size} ranks on several machines. Give MASTER_ADDR,"
-        f" the name of rank 0's machine: {variables.export.format('MASTER_ADDR', 'HOST')}."
+        f"{variables.launcher} started {place.size} ranks on several machines, but did not set an"
+        " address for their rendezvous. Set MASTER_ADDR to the name of rank 0's machine:"
+        f" {variables.export.format('MASTER_ADDR', 'HOST')}."
     )
     raise WorldError(msg)
 
@@ -220,18 +224,18 @@ def _port_of_run(env: Environment, variables: Variables, place: Place) -> int:
         return derived_port(crc32(env[variables.job].encode()))
     name = "" if variables.job is None else f" ({variables.job})"
     msg = (
-        f"{variables.launcher} started {place.size} ranks, but gives the run no name{name}. Give"
-        " MASTER_PORT, a free port of rank 0's machine:"
+        f"{variables.launcher} started {place.size} ranks, but set no job name{name}, which"
+        " accelfn needs to choose a port. Set MASTER_PORT to a free port of rank 0's machine:"
         f" {variables.export.format('MASTER_PORT', 29500)}."
     )
     raise WorldError(msg)
 
 
-# The place of a process that SLURM's srun has started.
+# The place of a process that SLURM's srun started.
 
 
 def place_by_slurm(env: Environment) -> Place:
-    """Return the place that srun's variables give.
+    """Return the place of this process from the variables of srun.
 
     Raises:
         WorldError: a variable is missing, malformed or contradicts another; or srun did not
@@ -240,7 +244,7 @@ def place_by_slurm(env: Environment) -> Place:
     refuse_unstarted_by_slurm(env)
     num_tasks = _started_by_srun(env)
     if num_tasks == 0 or (num_tasks == 1 and "SLURM_NTASKS" not in env):
-        return Place("SLURM")  # the script of sbatch, or the shell of salloc
+        return Place("SLURM")  # this is the script of sbatch, or the shell of salloc
     names = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID"]
     _check_complete(env, names, "srun or `accelfn launch`")
     size = integer(env, "SLURM_NTASKS")
@@ -268,7 +272,7 @@ def place_by_slurm(env: Environment) -> Place:
 
 def refuse_unstarted_by_slurm(env: Environment) -> None:
     """Raise if a job has several tasks, and srun did not start this process."""
-    # srun starts one task per machine by default
+    # without SLURM_NTASKS, srun starts one task per machine
     name = "SLURM_NTASKS" if "SLURM_NTASKS" in env else "SLURM_JOB_NUM_NODES"
     num_tasks = integer(env, name) if name in env else 1
     if num_tasks > 1 and _started_by_srun(env) <= 1:
@@ -281,13 +285,13 @@ def refuse_unstarted_by_slurm(env: Environment) -> None:
 
 
 def _started_by_srun(env: Environment) -> int:
-    """Return the number of tasks in this process's step; 0 outside of a step."""
+    """Return the number of tasks in this process's SLURM step; 0 outside of a step."""
     name = "SLURM_STEP_NUM_TASKS"
     return integer(env, name) if name in env else 0
 
 
 def _of_step(env: Environment, *names: str) -> str:
-    """Return the value of the first variable that is set."""
+    """Return the value of the first of these variables that is set."""
     for name in names:
         if name in env:
             return env[name]
@@ -296,21 +300,21 @@ def _of_step(env: Environment, *names: str) -> str:
 
 
 def _tasks_per_node(env: Environment) -> list[int]:
-    """Read how many tasks each machine has, as in `2(x3),1`: three machines with two, one."""
+    """Return the number of tasks of each machine, from text such as `2(x3),1`: [2, 2, 2, 1]."""
     name = "SLURM_TASKS_PER_NODE"
     text = _of_step(env, "SLURM_STEP_TASKS_PER_NODE", name)
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            msg = f"{name} is {text!r}; expected a text such as '2(x3),1'."
+            msg = f"The tasks per node, {name}, are {text!r}; expected text such as '2(x3),1'."
             raise WorldError(msg)
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
 def _first_machine(env: Environment) -> str:
-    """Read the first name of a list such as `gpu[07-09,12],cpu1`."""
+    """Return the first machine in a list such as `gpu[07-09,12],cpu1`: gpu07."""
     text = _of_step(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
     name = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else ""
@@ -321,7 +325,7 @@ def _first_machine(env: Environment) -> str:
 
 
 def _port_of_job(env: Environment) -> int:
-    """Return a port that all ranks of a step agree on, and other steps rarely have."""
+    """Return a port from job and step number: equal on all ranks, but not for other steps."""
     if "SLURM_JOB_ID" not in env:
         msg = "The environment has SLURM_PROCID but lacks SLURM_JOB_ID and MASTER_PORT."
         raise WorldError(msg)
@@ -329,13 +333,13 @@ def _port_of_job(env: Environment) -> int:
     return derived_port(integer(env, "SLURM_JOB_ID") + 1009 * step)
 
 
-# The place of a process that torchrun or `accelfn launch` has started.
+# The place of a process that torchrun or `accelfn launch` started.
 #
-# Ray Train and Kubeflow's PyTorchJob set the same variables, or some of them.
+# Ray Train and Kubeflow's PyTorchJob set the same variables, or some of these variables.
 
 
 def place_by_torchrun(env: Environment) -> Place:
-    """Return the place that torchrun's variables give.
+    """Return the place of this process from the variables of torchrun.
 
     Raises:
         WorldError: a variable is missing, malformed or contradicts another.
@@ -365,9 +369,9 @@ def place_by_torchrun(env: Environment) -> Place:
 
 
 def refuse_unstarted_by_torchrun(env: Environment) -> None:
-    """Raise if variables ask torchrun for several ranks, and it did not start this process.
+    """Raise if variables ask for several ranks, but torchrun did not start this process.
 
-    Kubeflow sets them in each pod of a TrainJob, also if the pod runs Python itself.
+    Kubeflow sets these variables in each pod of a TrainJob, also if the pod runs Python directly.
     """
     variables = {
         name: env[name]
@@ -377,46 +381,49 @@ def refuse_unstarted_by_torchrun(env: Environment) -> None:
     if variables:
         listing = ", ".join(f"{name}={value}" for name, value in variables.items())
         msg = (
-            f"{listing} asks torchrun for several ranks, but it did not start this process."
-            " Write `torchrun train.py`, which reads the variables, or train in one process"
-            " with af.World.single()."
+            f"{listing} asks torchrun for several ranks, but torchrun did not start this process."
+            " Start the script with `torchrun train.py`, which reads these variables, or train in"
+            " one process with af.World.single()."
         )
         raise WorldError(msg)
 
 
 def _only_rank_of_pod(env: Environment, size: int) -> tuple[int, int]:
-    """Return local rank and size if Kubeflow numbers the pods, and Python runs in each."""
+    """Return local rank 0 and local size 1, for Kubeflow pods that run Python directly."""
     pods = integer(env, "PET_NNODES")
     if pods != size:
         msg = (
             f"PET_NNODES={pods} and WORLD_SIZE={size}, so each pod has several ranks, but this"
-            " process has no LOCAL_RANK. Write `torchrun train.py`, which starts them all."
+            " process has no LOCAL_RANK. Start the script with `torchrun train.py`, which starts"
+            " all ranks of a pod."
         )
         raise WorldError(msg)
     return 0, 1
 
 
 def _attempt(env: Environment) -> int:
-    """Return the number of this attempt of a launcher, if attempts share a store.
+    """Return how often torchrun has restarted the ranks, if all attempts share one store.
 
-    Launchers count the failures on their own machine. With one store per attempt the counts
-    may differ, and are not used.
+    If each attempt has its own store, return 0: then the count may differ between machines,
+    because each launcher counts the failures on its machine.
     """
     name = "TORCHELASTIC_RESTART_COUNT"
     is_shared = env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
     return integer(env, name) if is_shared and name in env else 0
 
 
-# The place of this process in the variables of its launcher.
+# The place of this process, from the variables of its launcher.
 #
-# torchrun and `accelfn launch`, MPI and SLURM have different variables; Ray Train and Kubeflow
-# use torchrun's. The variables of a launcher must be complete and agree; nothing is guessed.
+# torchrun and `accelfn launch`, MPI and SLURM set different variables. Ray Train and Kubeflow
+# set torchrun's variables. A launcher's variables must be complete and must not contradict each
+# other: accelfn guesses no value.
 
 
 def read_place(env: Environment) -> Place | None:
     """Return the place that the environment describes; None without a launcher.
 
-    The innermost launcher counts: mpirun may have started torchrun, and SLURM mpirun.
+    If launchers are nested, the innermost counts. For example, mpirun may have started torchrun,
+    and SLURM may have started mpirun.
 
     Raises:
         WorldError: a variable is missing, malformed or contradicts another.
@@ -435,7 +442,7 @@ def read_place(env: Environment) -> Place | None:
 
 
 def asked_size(env: Environment) -> tuple[str, int]:
-    """Return the variable with a launcher's number of processes, and its value."""
+    """Return the name and value of the variable with the launcher's number of processes."""
     names = ["WORLD_SIZE", *(variables.names[1] for variables in MPI_VARIABLES)]
     if "SLURM_PROCID" in env:
         names.append("SLURM_STEP_NUM_TASKS")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The world: which rank this is, of how many, on which device, talking through what.
+"""The world: this process's rank, the number of ranks, its device and its process group.
 
-A `World` is passed, never looked up. This is the one file that reads the environment.
+A `World` is passed as an argument and never read from a global variable. Only this file reads
+the environment variables.
 """
 
 import os
@@ -37,7 +38,7 @@ from accelfn.world.place import Environment, Place, asked_size, read_place
 
 
 def _connection_of(group: "dist.ProcessGroup | Connection | None") -> Connection:
-    """Return the connection of another world, or a new connection."""
+    """Return a `Connection` as it is, or a new `Connection` with a process group."""
     return group if isinstance(group, Connection) else Connection(group)
 
 
@@ -45,21 +46,22 @@ def _connection_of(group: "dist.ProcessGroup | Connection | None") -> Connection
 @hint_attributes("setattr")
 @attrs.frozen(kw_only=True, eq=False)
 class World:
-    """One rank's place among all ranks of a job.
+    """All ranks of a job, and the place of this process among them.
+
+    Use a world as a context manager: the end of the `with` block closes the process group that
+    `from_env` opened.
 
     Attributes:
-        rank: this process, 0 to `size - 1`.
+        rank: the number of this process, from 0 to `size - 1`.
         size: the number of processes that train together.
-        local_rank: this process among the processes of its machine.
+        local_rank: the number of this process among the processes of its machine.
         local_size: the number of processes on its machine.
-        node_rank: its machine.
-        device: the device of its tensors.
-        checked: whether ranks compare each of accelfn's collectives before they call it.
-        axes: the sizes of its axes by name, outermost first; empty without axes.
-        connection: holds the torch process group, `group`, until the world is closed, and
-            notes this rank's activity, for errors.
-
-    Use it as a context manager: leaving the block closes what `from_env` opened.
+        node_rank: the number of its machine.
+        device: the device of this rank's tensors.
+        checked: whether ranks compare their calls before each collective of accelfn.
+        axes: the sizes of the world's axes by name, outermost first; empty without axes.
+        connection: internal. It has the torch process group, `group`, until the world is
+            closed, and this rank's current operation, for errors.
     """
 
     rank: int = 0
@@ -78,7 +80,7 @@ class World:
     _whole: "World | None" = attrs.field(default=None, repr=False, alias="whole")
 
     def __attrs_post_init__(self) -> None:
-        """Raise for a rank outside its world, and for several ranks without a group."""
+        """Raise if a number is invalid, or if several ranks or axes have no process group."""
         least = {"size": 1, "local_rank": 0, "local_size": 1, "node_rank": 0, "rank": 0}
         for name, first in least.items():
             value = getattr(self, name)
@@ -87,7 +89,7 @@ class World:
                 raise WorldError(msg)
         call = f"World(rank={self.rank}, size={self.size})"
         if self.rank >= self.size:
-            msg = f"{call}: the rank must be 0 to {self.size - 1}."
+            msg = f"{call}: expected a rank from 0 to {self.size - 1}."
             raise WorldError(msg)
         if self.size > 1 and self.connection.group is None:
             msg = f"{call} needs a process group: use World.from_env()."
@@ -96,26 +98,27 @@ class World:
             sizes = arithmetic.resolve_axes("World", self.axes, self.size)
             object.__setattr__(self, "axes", sizes)
             if set(arithmetic.neighbor_runs(sizes)) - self.connection.parts.keys():
-                msg = f"World(axes={sizes}): use World.from_env(axes=...), which opens groups."
+                msg = f"World(axes={sizes}): write World.from_env(axes=...), to open groups."
                 raise WorldError(msg)
 
     @classmethod
     def single(cls, *, device: str | torch.device | None = None) -> Self:
-        """Return the world of one process, without a process group.
+        """Create the world of a single process, without a process group.
 
         Args:
-            device: "cpu", or a device of torch.accelerator: "cuda", "xpu", "mps", "npu", ...;
-                default its first device, or the CPU if there is none.
+            device: "cpu", or an accelerator: "cuda", "xpu", "mps", "npu", ... Default: the
+                first accelerator of this machine, or the CPU.
 
         Raises:
-            WorldError: the environment asks for several processes, this is a simulated rank, or
-                the device does not exist.
+            WorldError: a launcher started several processes, this is a simulated rank, or the
+                device does not exist.
         """
         name, size = asked_size(os.environ)
         if size > 1:
             msg = (
-                f"{name} is {size}, but each of the {size} ranks would train alone. Use"
-                " af.World.from_env(), and pass the world."
+                f"World.single() is for one process, but {name} is {size}: each of the {size}"
+                " ranks would train alone. Write world = af.World.from_env() instead, and pass"
+                " it to TrainState.create(world=world, ...)."
             )
             raise WorldError(msg)
         refuse_open_group()
@@ -132,40 +135,41 @@ class World:
         checked: bool = False,
         axes: Mapping[str, int] | None = None,
     ) -> Self:
-        """Join the world that the launcher describes in the environment.
+        """Create the world from the launcher's environment variables, and connect the ranks.
 
-        The launcher is torchrun or `accelfn launch` (`RANK`, `WORLD_SIZE`, …), else mpirun
-        (`OMPI_COMM_WORLD_RANK`, `PMI_RANK`, …), else srun (`SLURM_PROCID`, …). Without a
-        launcher this is the world of a single process. With a launcher, accelfn opens the
-        process group (torch's default group, which SyncBatchNorm and others read) and closes it
-        when the `with` block ends, or with the interpreter. A group that is already open is
-        used and left open. Under `accelfn launch --elastic` a process that replaces a failed
-        process has its own world, until `af.regroup` adds it to the others.
+        The launcher is torchrun or `accelfn launch` (`RANK`, `WORLD_SIZE`, …), otherwise mpirun
+        (`OMPI_COMM_WORLD_RANK`, `PMI_RANK`, …), otherwise srun (`SLURM_PROCID`, …). Without a
+        launcher, the result is the world of a single process. With a launcher, accelfn opens
+        torch's default process group, and closes it at the end of the `with` block, or when the
+        interpreter exits. If a process group is already open, accelfn uses it and does not
+        close it. Under `accelfn launch --elastic`, a process that replaces a failed process
+        first gets a world of one rank. `af.regroup` then adds the process to the other ranks.
 
         Args:
-            timeout: seconds after which a collective fails if a rank does not join it. All
-                ranks must meet within this time after their start, so give the slowest rank
-                time to import torch. After 10 s a rank names the ranks that it waits for.
-            backend: a backend of torch.distributed; default "gloo" on CPU, elsewhere torch's
-                backend for the device together with gloo: "cpu:gloo,cuda:nccl".
-            device: "cpu", or a device of torch.accelerator: "cuda", "xpu", "mps", "npu", ...;
-                default the device of the local rank, or the CPU if there is none.
-            checked: whether ranks compare their calls before each of accelfn's collectives, so
-                that a mismatch is a `CollectiveMismatchError` on all ranks, not a hang, an abort
-                or a wrong number. It costs a gather of 8 bytes per call. The collectives of
-                `wrap_ddp` and `wrap_fsdp` are torch's own and not compared.
-            axes: how the ranks share the work, as sizes by name: "dp_replicate" copies of the
-                model, each split over "dp_shard" ranks; "cp" parts of one sequence; "tp" parts
-                of one layer. The order is fixed, with the last innermost; -1 is the rest.
-                Default: the axes of `accelfn launch --axes` (`ACCELFN_AXES`), or none: all ranks
-                have copies, or shards of one copy with `wrap_fsdp`.
+            timeout: seconds after which a collective fails if a rank does not call it. All
+                ranks must also connect within this time, so allow for the slowest rank to
+                import torch. After 10 s a rank prints the ranks that it waits for.
+            backend: a backend of torch.distributed. Default: "gloo" on the CPU; on other devices
+                torch's default backend together with gloo, such as "cpu:gloo,cuda:nccl".
+            device: "cpu", or an accelerator: "cuda", "xpu", "mps", "npu", ... Default: the
+                accelerator with the number of the local rank, or the CPU.
+            checked: whether ranks compare their calls before each collective of accelfn. A
+                mismatch then raises `CollectiveMismatchError` on all ranks, instead of a hang,
+                an abort or a wrong result. This costs a gather of 8 bytes per call. torch's
+                collectives in `wrap_ddp` and `wrap_fsdp` are not compared.
+            axes: how the ranks share the work, as sizes by name: "dp_replicate" for copies of
+                the model, "dp_shard" for the ranks that share one copy, "cp" for parts of a
+                sequence, and "tp" for parts of a layer. The order is fixed, and the last axis is
+                innermost. A size of -1 means the remaining ranks. Default: the axes of
+                `accelfn launch --axes` (`ACCELFN_AXES`). Without axes, every rank has a copy of
+                the model, or with `wrap_fsdp` a shard of one copy.
 
         Raises:
-            ArgumentError: the axes do not multiply to the world's size or differ from the
-                launcher's, or an argument is invalid.
+            ArgumentError: an argument is invalid, the product of the axes is not the number of
+                ranks, or the axes differ from those of the launcher.
             WorldError: a variable is missing, malformed or contradicts another, or the backend
-                or the device does not exist. Nothing falls back silently.
-            PeerFailedError: another rank ended before all ranks were joined.
+                or the device does not exist. accelfn never uses a fallback silently.
+            PeerFailedError: another rank ended before all ranks were connected.
         """
         place, own_device, sizes, connection = open_world(
             os.environ, timeout=timeout, backend=backend, device=device, axes=axes
@@ -183,7 +187,7 @@ class World:
         )
 
     def followed(self, rank: int, size: int, connection: Connection) -> "World":
-        """Return the world of ranks that regrouped; it closes with this world."""
+        """Return the next world after a regrouping; closing this world also closes the next."""
         successor = attrs.evolve(
             self,
             rank=rank,
@@ -199,17 +203,18 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and writes for all."""
+        """Whether this is rank 0, which prints and writes files for all ranks."""
         return self.rank == 0
 
     def along(self, *names: str) -> "World":
-        """Return the ranks that differ from this rank in these axes only, as a world.
+        """Return the ranks along some axes, as a world: their other coordinates are equal.
 
-        Every collective takes it, and so do `print_once` and `barrier`. Its `rank` and `size`
-        count along the axes. An axis that this world does not have has one rank.
+        You can pass the result to every collective, and to `print_once` and `barrier`. Its
+        `rank` and `size` count only these ranks. Along an axis that this world does not have,
+        there is one rank.
 
         Args:
-            names: names of one axis, or of several neighboring axes.
+            names: the name of an axis, or the names of several neighboring axes.
 
         Raises:
             ArgumentError: a name is unknown, or the axes are not neighbors.
@@ -237,44 +242,49 @@ class World:
     def split(
         self, *, size: int | None = None, by: Literal["node"] | None = None
     ) -> "World":
-        """Return this rank's part of the world, as a world of its own.
+        """Split the world into parts, and return this rank's part as a world.
 
-        Every collective takes it, and you can train a state in it. It has no axes, and closes
-        with the whole world. Call `split` on all ranks: the first call opens process groups.
+        You can pass a part to every collective, and train a state in it. A part has no axes, and
+        is closed with the whole world. Call `split` on all ranks, because the first call opens
+        process groups.
 
         Args:
-            size: the number of neighboring ranks in a part; it divides the world's size.
-            by: "node" for the ranks of one machine.
+            size: the number of consecutive ranks in a part, a divisor of the world's size.
+            by: "node" puts the ranks of one machine into a part.
 
         Raises:
-            ArgumentError: neither or both are given, or the size does not divide the ranks.
-            WorldError: this world is a part itself.
+            ArgumentError: neither or both arguments are passed, or `size` does not divide the
+                number of ranks.
+            WorldError: this world is itself a part.
 
-        Law: a reduction within parts, then `across` them, is the reduction over all ranks.
+        Law: a reduction within the parts, and then over `across`, is equal to a reduction over
+            all ranks.
 
-        Cost: at first a process group for each part; by="node" gathers 8 bytes at each call.
+        Cost: the first call opens a process group per part. With by="node", each call gathers
+            8 bytes per rank.
         """
         return self._split_world("World.split", size, by)
 
     def across(
         self, *, size: int | None = None, by: Literal["node"] | None = None
     ) -> "World":
-        """Return the ranks at this rank's place in each part of `split`, as a world.
+        """Return one rank of each part of `split`, as a world: those with the same rank in it.
 
-        With `size` its `rank` is the number of the part. Arguments, errors and cost are the
-        same as for `split`.
+        With `size`, the `rank` in the result is the number of this rank's part. Arguments and
+        cost are the same as for `split`.
 
         Raises:
-            WorldError: machines run different numbers of ranks; and as `split`.
+            ArgumentError: in the same cases as `split`.
+            WorldError: machines run different numbers of ranks, or this world is itself a part.
         """
         return self._split_world("World.across", size, by)
 
     def _split_world(self, call: str, size: int | None, by: str | None) -> "World":
         usage = check_given(call, size, by, self.size)
         if self._whole is not None:
-            msg = f"{usage}: this is a part of a world. Split the whole: world.whole."
+            msg = f"{usage}: this world is itself a part. Split world.whole instead."
             raise WorldError(msg)
-        assert self.group is not None or self.size == 1  # noqa: S101 - it raises if closed
+        assert self.group is not None or self.size == 1  # noqa: S101 - `group` raises if closed
         rows = self._rows_by_node() if size is None else of_size(size, self.size)
         if call == "World.across":
             rows = across(usage, rows)
@@ -284,7 +294,7 @@ class World:
         return self._part(ranks, joins, axes={})
 
     def _rows_by_node(self) -> "Rows":
-        """Return the ranks of each machine, by a collective of 8 bytes per rank."""
+        """Gather the machine number of every rank, and return the ranks of each machine."""
         own_node = torch.tensor([self.node_rank], device=self.device)
         nodes = [own_node] * self.size
         if self.size > 1:
@@ -309,37 +319,37 @@ class World:
 
     @cached_property
     def batch(self) -> "World":
-        """The ranks that share a batch: along the two axes of data."""
+        """The ranks that share a batch: those along "dp_replicate" and "dp_shard", as a world."""
         return self.along(*arithmetic.BATCH) if self.axes else self
 
     @cached_property
     def loss(self) -> "World":
-        """The ranks that share a loss: the ranks of `batch`, and along "cp"."""
+        """The ranks that share a loss: those along "dp_replicate", "dp_shard" and "cp"."""
         return self.along(*arithmetic.LOSS) if self.axes else self
 
     @property
     def whole(self) -> "World":
-        """The world of all ranks; this world, unless it is a part."""
+        """The world of all ranks; the same as this world, unless this world is a part."""
         return self if self._whole is None else self._whole
 
     @property
     def mesh(self) -> "DeviceMesh":
-        """The axes of several ranks as torch's DeviceMesh, for its DTensors.
+        """The axes with several ranks as torch's DeviceMesh, for DTensors.
 
         Raises:
             WorldError: no axis has several ranks.
         """
         if not arithmetic.long(self.axes, tuple(self.axes)):
             msg = (
-                "World.mesh: this world has no axis of several ranks. Name them:"
-                ' World.from_env(axes={"dp_shard": -1}).'
+                "World.mesh: this world has no axis with several ranks. Create the world with"
+                ' axes, such as World.from_env(axes={"dp_shard": -1}).'
             )
             raise WorldError(msg)
         return mesh_of(self.axes, self.connection, self.device)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The torch process group that joins the ranks; None in a world of 1.
+        """The torch process group of the ranks; None in a world of one rank.
 
         Raises:
             WorldError: the world is closed.
@@ -347,16 +357,18 @@ class World:
         if self.connection.is_closed:
             advice = "use it inside its `with` block"
             if self.connection.successor is not None:
-                advice = "af.regroup made another: use the world of the new state, state.world"
+                advice = (
+                    "af.regroup created a new world: use state.world of the new state"
+                )
             msg = f"The world of {self.size} ranks is closed; {advice}."
             raise WorldError(msg)
         self.connection.check_not_lent()
         return self.connection.group
 
     def close(self) -> None:
-        """Close the process group, if `from_env` opened it; you can call it again.
+        """Close the process group if `from_env` opened it; a second call does nothing.
 
-        A part closes with its whole.
+        For a part of a world, this does nothing: a part is closed with the whole world.
         """
         if self._whole is None:
             self.connection.end()
@@ -374,8 +386,8 @@ class World:
     ) -> None:
         """Close the process group that `from_env` opened.
 
-        After an exception the group closes with the interpreter: the other ranks notice the
-        closing, and this rank must print its traceback before theirs.
+        After an exception, the group stays open until the interpreter exits. The other ranks
+        fail when it is closed, and this rank must print its traceback before they do.
         """
         if error is None:
             self.close()
@@ -383,8 +395,8 @@ class World:
             self.connection.fail(error)
 
 
-# Parts of a world: neighboring ranks or the ranks of a machine, and the ranks at one place of
-# each part.
+# Parts of a world (`split`): consecutive ranks, or the ranks of a machine. `across` has the
+# ranks with the same position in each part.
 
 
 Rows: TypeAlias = list[tuple[int, ...]]
@@ -392,7 +404,7 @@ Rows: TypeAlias = list[tuple[int, ...]]
 
 
 def check_given(call: str, size: int | None, by: str | None, num_ranks: int) -> str:
-    """Return a call of `split` as text, after checking its arguments.
+    """Check the arguments of `split` or `across`, and return the call as text, for errors.
 
     Raises:
         ArgumentError: both or neither argument is given, or the argument is invalid.
@@ -412,12 +424,12 @@ def check_given(call: str, size: int | None, by: str | None, num_ranks: int) -> 
 
 
 def of_size(size: int, num_ranks: int) -> Rows:
-    """Return parts of `size` neighboring ranks."""
+    """Return parts of `size` consecutive ranks."""
     return [tuple(range(at, at + size)) for at in range(0, num_ranks, size)]
 
 
 def across(usage: str, rows: Rows) -> Rows:
-    """Return the ranks at each place of the parts.
+    """Return, for each position in a part, the ranks with this position.
 
     Raises:
         WorldError: parts have different numbers of ranks.
@@ -425,7 +437,7 @@ def across(usage: str, rows: Rows) -> Rows:
     sizes = [len(row) for row in rows]
     if len(set(sizes)) > 1:
         counts = ", ".join(map(str, sizes))
-        msg = f"{usage}: machines have {counts} ranks. Start the same number on each."
+        msg = f"{usage}: the machines have {counts} ranks. Start equally many on each machine."
         raise WorldError(msg)
     return [tuple(sorted(ranks)) for ranks in zip(*rows, strict=True)]
 
@@ -437,7 +449,7 @@ def open_part(
     connection: Connection,
     device: torch.device,
 ) -> Connection:
-    """Return the connection of a rank's part; all ranks open all parts, once."""
+    """Return the connection of a rank's part; the first call opens the groups of all parts."""
     if len(rows) == 1:
         return connection
     if (name,) not in connection.parts:
@@ -454,16 +466,17 @@ def open_part(
     return connection.parts[name,]
 
 
-# The ranks that share a model's shards: gradients along "cp" are summed as along "dp_shard".
+# The ranks that share one sharded copy of a model: those along "cp" and "dp_shard", because
+# gradients are summed along both axes.
 
 
 _FOLDED = ("dp_shard x cp",)
 
 
 def fold_axes(world: World) -> World:
-    """Return the ranks that may share a model's shards, with "cp" folded into "dp_shard".
+    """Return the world with the axes that may shard a model: "cp" is merged into "dp_shard".
 
-    Without axes all ranks share one copy.
+    If the world has no axes, the result has the axis "dp_shard" with all ranks.
     """
     if not world.axes:
         return attrs.evolve(world, axes={"dp_shard": world.loss.size})
@@ -484,15 +497,15 @@ def fold_axes(world: World) -> World:
     return attrs.evolve(world, axes=axes, group=connection.parts[_FOLDED])
 
 
-# Process groups of a world's axes, and torch's record of them, a DeviceMesh.
+# torch's DeviceMesh of a world's axes.
 
 
 def mesh_of(
     axes: Mapping[str, int], connection: Connection, device: torch.device
 ) -> DeviceMesh:
-    """Return torch's DeviceMesh of the axes with accelfn's groups, created once.
+    """Return torch's DeviceMesh of the axes, created once, with accelfn's process groups.
 
-    With other groups for the same ranks, ranks could wait for each other.
+    With other process groups for the same ranks, collectives could deadlock.
     """
     if connection.mesh is None:
         names = arithmetic.long(axes, tuple(axes))
@@ -508,7 +521,7 @@ def mesh_of(
     return connection.mesh
 
 
-# Opening the world that a launcher describes: a place, a device, axes, and a connection.
+# Open the world that a launcher describes: a place, a device, axes and a connection.
 
 
 _CALL = "World.from_env"
@@ -523,15 +536,15 @@ def open_world(
     device: str | torch.device | None,
     axes: Mapping[str, int] | None,
 ) -> tuple[Place, torch.device, Mapping[str, int], Connection]:
-    """Join the ranks that the environment describes; the arguments are those of `from_env`.
+    """Connect the ranks that the environment describes; the arguments are those of `from_env`.
 
     Returns:
         This process's place, the device for its tensors, the sizes of the world's axes by name,
-        and the connection of the ranks. The place is that of a single process without a
-        launcher, and until the other ranks let this process in.
+        and the connection of the ranks. The place is that of a single process if there is no
+        launcher, or if this process replaces a failed process and has not joined the others.
 
     Raises:
-        ArgumentError, WorldError, PeerFailedError: as `from_env`.
+        ArgumentError, WorldError, PeerFailedError: in the same cases as `from_env`.
     """
     check_seconds(_CALL, "timeout", timeout)
     check_backend(backend)
@@ -567,9 +580,9 @@ def open_world(
 
 
 def _begin(connection: Connection, timeout: float) -> None:
-    """Wait for the ranks that are still joining; close the group if a rank fails to join."""
+    """Wait until all ranks have joined; if a rank fails to join, close the group and raise."""
     roll_call = connection.roll_call
-    assert roll_call is not None  # noqa: S101 - what is opened here has met at a store
+    assert roll_call is not None  # noqa: S101 - a connection that accelfn opened has a store
     try:
         roll_call.begin(timeout)
     except PeerFailedError as error:

@@ -175,15 +175,15 @@ def test_other_entries_of_such_a_slot_must_agree():
         ({"tels": {}, "__annotations__": {"tels": ClassVar}}, "did you mean 'tells'"),
         ({"without": ("after_updat",)}, r"without is \('after_updat',\)"),
         ({"without": "grads"}, "without is 'grads'"),
-        ({"tells": {"by_rank": "rest"}}, "expected a tuple of names"),
+        ({"tells": {"by_rank": "rest"}}, "expected a tuple of strings"),
         ({"refuses": {"grads": True}}, "expected a sentence"),
         (
             {"tells": {}, "__annotations__": {"tells": dict}},
-            "an option cannot have this name",
+            "so an option cannot have it",
         ),
         (
             {"module": "x", "__annotations__": {"module": str}},
-            "an option cannot have this name",
+            "so an option cannot have it",
         ),
     ],
 )
@@ -303,7 +303,7 @@ def test_a_skip_changes_no_state():
     }
     state = _state(af.transform(type("Moves", (), body))())
     with pytest.raises(
-        af.errors.ArgumentError, match="another state after a skipped update"
+        af.errors.ArgumentError, match="a changed state after a skipped update"
     ):
         af.make_step(_total)(state, torch.ones(1, 1))
     assert state.num_tried == 0

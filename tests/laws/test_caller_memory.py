@@ -195,7 +195,7 @@ def test_gradients_that_are_the_same_are_given_away_together(
 
     af.apply_grads(scene.state, grads.map(fn))
     if which:
-        with pytest.raises(af.errors.GradsError, match="given to apply_grads"):
+        with pytest.raises(af.errors.GradsError, match="passed to af.apply_grads"):
             af.apply_grads(fork, grads)
     else:
         assert before == bits(dict(grads.tensors))

@@ -39,7 +39,7 @@ def test_different_calls_are_told_on_all_ranks(names: list[str]) -> None:
         assert set(told) == {""}
         return
     for rank, text in enumerate(told):
-        assert text.startswith(f"Rank {rank} of {len(names)}: the ranks are about to")
+        assert text.startswith(f"Rank {rank} of {len(names)}: the ranks call different")
         lines = re.findall(
             r"^  rank (\d): .*programs_of_checks.py:\d+$", text, re.MULTILINE
         )
@@ -66,7 +66,7 @@ def test_different_calls_are_told_on_all_ranks(names: list[str]) -> None:
 def test_what_differs_is_named(one, other, what):
     """And nothing else is."""
     for told in simulate(2, lambda world: meet(world, [one, other])):
-        assert f"calls of different {what}; none of them has.\n" in told
+        assert f"The calls differ in {what}. No rank has started its call.\n" in told
 
 
 @given(run=runs(), size=st.integers(1, 3))

@@ -140,7 +140,7 @@ def test_definitions_that_differ_are_refused(
     ranks[odd][part] = other
     said = trained(ranks, by_hand=by_hand)
     assert len(set(said)) == 1
-    assert said[0].startswith(f"The ranks hold {WHAT[part]} that differ")
+    assert said[0].startswith(f"The ranks have {WHAT[part]} that differ")
     assert all(f"\n  rank {rank}: " in said[0] for rank in range(size))
 
 
@@ -151,7 +151,7 @@ def test_any_two_that_differ_are_told_apart(part):
     for one, two in combinations(range(len(PARTS[part])), 2):
         said = trained([{**common, part: one}, {**common, part: two}])
         assert said[0] == said[1]
-        assert said[0].startswith(f"The ranks hold {WHAT[part]} that differ"), (
+        assert said[0].startswith(f"The ranks have {WHAT[part]} that differ"), (
             one,
             two,
         )

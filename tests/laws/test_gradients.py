@@ -346,6 +346,6 @@ def test_copies_of_gradients_are_their_own(
     found = set[float]()
     for one in [grads, *each] if given_first else [*each, grads]:
         found.add(float(af.apply_grads(state.copy(), one).params["0"]))
-        with pytest.raises(af.errors.GradsError, match="were given to apply_grads"):
+        with pytest.raises(af.errors.GradsError, match="were passed to af.apply_grads"):
             af.apply_grads(state.copy(), one)
     assert found == {1 - 0.5 * (slope + 0.25)}

@@ -89,10 +89,14 @@ def test_gradients_made_by_hand_train_as_those_of_a_loss(
 @pytest.mark.parametrize(
     ("tensors", "weight", "words"),
     [
-        ({"kernel": torch.ones(3, 1).double()}, 1, "'kernel', which is no parameter"),
+        (
+            {"kernel": torch.ones(3, 1).double()},
+            1,
+            "'kernel', but no trained parameter",
+        ),
         ({"weight": torch.ones(3).double()}, 1, r"\(3,\).*\(3, 1\)"),
-        ({"weight": [1.0]}, 1, "a tensor for each parameter name"),
-        ({}, torch.ones(2), "expected a number"),
+        ({"weight": [1.0]}, 1, "a dict from parameter names"),
+        ({}, torch.ones(2), "expected a finite number"),
         ({}, -1, "expected a number of samples, 0 or more"),
     ],
     ids=["name", "shape", "list", "vector", "negative"],
@@ -110,7 +114,7 @@ def test_gradients_made_by_hand_are_given_away():
     state = create(af.World.single(), ())
     grads = af.Grads(by_hand(state, X))
     state = af.apply_grads(state, grads)
-    with pytest.raises(af.errors.GradsError, match="These gradients were given to"):
+    with pytest.raises(af.errors.GradsError, match="These gradients were passed to"):
         af.apply_grads(state, grads)
 
 

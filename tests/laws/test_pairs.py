@@ -236,7 +236,7 @@ PRINTED = {
     field: rf"(\w+)\.{field}\b"
     for field in FROM_THE_LEFT + FROM_THE_RIGHT
     if field not in ("init", "eval_params", "finalize")
-} | {"after_skip": r"# if skipped, it goes on with after_update: (\w+)"}
+} | {"after_skip": r"# after a skipped update, only this runs: (\w+)"}
 
 
 @given(setup=notes())

@@ -146,7 +146,7 @@ def test_the_old_world_says_where_the_ranks_are():
             training.train(state, 3)
         state = af.regroup(state)
         with pytest.raises(
-            af.errors.WorldError, match=r"use the world of the new state"
+            af.errors.WorldError, match=r"use state.world of the new state"
         ):
             af.barrier(world)
         af.barrier(state.world)

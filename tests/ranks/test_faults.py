@@ -66,7 +66,7 @@ def test_a_rank_that_goes_is_named_by_all(
     if opens == "torch" and how == "leave":  # such a world is not closed by its block
         names = {f"rank {fault.rank} {GONE}"}
     if fault.rank == 0:  # it keeps the store by which others are heard
-        names |= {f"rank 0, or one before it, {GONE}", f"rank 0 {GONE}"}
+        names |= {f"rank 0 or another rank {GONE}", f"rank 0 {GONE}"}
     for text in said:
         assert text.startswith("PeerFailedError: Rank ")
         assert any(f", but {name}" in text for name in names), text

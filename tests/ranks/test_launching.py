@@ -143,7 +143,7 @@ def test_two_processes_of_one_rank_are_refused():
     runs = [started([TRAINS], torchruns(rank, 3, port)) for rank in (0, 1, 1)]
     for code, _, error in ended(runs):
         assert code == 1
-        assert "3 processes came, 2 as rank 1 and none as rank 2." in error
+        assert "3 processes connected, but 2 with rank 1 and none with rank 2." in error
 
 
 def test_a_world_can_be_opened_again():

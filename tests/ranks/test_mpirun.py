@@ -66,5 +66,5 @@ def test_mpich_does_not_say_where_to_meet():
     assert code != 0
     assert out == ""
     assert re.search(
-        "WorldError: .* Give MASTER_PORT.*: mpiexec -genv MASTER_PORT", error
+        "WorldError: .* Set MASTER_PORT.*: mpiexec -genv MASTER_PORT", error
     )

@@ -72,6 +72,6 @@ def test_metrics_of_fewer_names_are_told(more):
     """Gloo would abort the rank that gets more than it expects; as many names are added up."""
     many = [f"class {number}" for number in range(1 + more)]
     for text in run_ranks(2, means, [many[:1], many]):
-        assert "the ranks have metrics of different names" in text
+        assert "the ranks have metrics with different names" in text
         assert '\n  rank 0: ["class 0"]\n  rank 1: ["class 0", "class 1"' in text
     assert run_ranks(2, means, [many, many]) == [repr(dict.fromkeys(many, 1.0))] * 2

@@ -48,13 +48,16 @@ def test_groups_are_opened_for_neighbours():
 
 
 BAD = {
-    "a product": ({"dp_shard": 3}, "sizes, 3, do not multiply to the world's 4 ranks"),
-    "too large a product": ({"dp_shard": 8}, "do not multiply to the world's 4 ranks"),
-    "what is left": ({"dp_shard": -1, "tp": 3}, "do not multiply"),
-    "two are left": ({"dp_shard": -1, "tp": -1}, "so one axis can have it"),
+    "a product": (
+        {"dp_shard": 3},
+        "product of the sizes, 3, is not the number of ranks, 4",
+    ),
+    "too large a product": ({"dp_shard": 8}, "is not the number of ranks, 4"),
+    "what is left": ({"dp_shard": -1, "tp": 3}, "is not the number of ranks"),
+    "two are left": ({"dp_shard": -1, "tp": -1}, "only one axis can have the size -1"),
     "a name": ({"dp_shards": 4}, "'dp_shards' is not an axis.*Did you mean 'dp_shard'"),
     "no name": ({3: 4}, "3 is not an axis"),
-    "a pipeline": ({"pp": 2, "tp": 2}, '"pp" would split the model into stages'),
+    "a pipeline": ({"pp": 2, "tp": 2}, "does not support pipeline parallelism"),
     "no size": ({"tp": 0}, "expected a number of ranks, 1 or more, or -1"),
     "a truth": ({"tp": True}, "expected a number of ranks"),
     "a list": (["tp"], "expected sizes by name"),
@@ -144,7 +147,7 @@ def test_a_state_goes_on_along_axes_that_divide_its_work():
     def move(world):
         state = linear_state(world=world.split(size=1))
         with pytest.raises(
-            af.errors.WorldError, match=r"2 ranks along 'tp'.*all would do the"
+            af.errors.WorldError, match=r"along 'tp': its 2 ranks would all do the"
         ):
             af.with_world(state, world)
         return world.connection.activity.trail
@@ -156,7 +159,8 @@ def test_a_state_goes_on_along_axes_that_divide_its_work():
 def test_axes_without_a_world_leave_nothing_open():
     """Where there is no world yet, -1 has no number of ranks to be the rest of."""
     with pytest.raises(
-        af.errors.ArgumentError, match="no world yet, of which -1 could be"
+        af.errors.ArgumentError,
+        match="not possible here, because there is no world yet",
     ):
         af.memory_estimate(
             lambda: torch.nn.Linear(2, 2),

@@ -133,7 +133,8 @@ def test_the_outer_world_is_refused_meanwhile():
 
     def search(world):
         with pytest.raises(
-            af.errors.WorldError, match="the world that the function is given"
+            af.errors.WorldError,
+            match="the world that af.find_batch_size passes to your function",
         ):
             af.find_batch_size(lambda *_: af.barrier(world), 4, world)
         return af.find_batch_size(lambda size, _: size, 4, world)

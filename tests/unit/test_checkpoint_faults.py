@@ -626,7 +626,7 @@ class Tied(nn.Module):
 def test_c13_tied_parameters(tmp_path):
     """C13: tied parameters are one after loading, in the bound model too."""
     state = fresh(Tied, seed=5)
-    with pytest.warns(af.errors.AccelfnWarning, match="the entry follows the training"):
+    with pytest.warns(af.errors.AccelfnWarning, match="will also change this entry"):
         tied = state.with_slot("mine", state.params["one.weight"])
     af.save(tied, tmp_path / "saved")
     loaded = af.load(fresh(Tied), tmp_path / "saved")
@@ -756,7 +756,7 @@ def unsaveable():
             torch.ones(1, dtype=torch.complex128),
             "complex128.*view_as_real",
         ),
-        "itself": (loop, "in itself"),
+        "itself": (loop, "contains itself"),
         "depth": (deep, "100 containers"),
         "a large integer": (10**4300, "integer of"),
         "a large key": ({10**4300: 1}, "integer of"),

@@ -73,7 +73,7 @@ def test_an_unexpected_word_shows_the_usage_of_its_subcommand(capsys):
         main(["env", "more"])
     err = capsys.readouterr().err
     assert err.startswith("usage: accelfn env ")
-    assert err.endswith("accelfn env: error: unexpected word 'more'\n")
+    assert err.endswith("accelfn env: error: unexpected argument 'more'\n")
 
 
 def test_the_command_line_comes_before_the_file_before_the_default(capsys):
@@ -121,13 +121,16 @@ def test_axes_of_several_machines_are_the_worlds(capsys, machines):
 @pytest.mark.parametrize(
     ("axes", "said"),
     [
-        ("dp_shard=3", "the sizes, 3, do not multiply to the world's 2 ranks"),
+        ("dp_shard=3", "the product of the sizes, 3, is not the number of ranks, 2"),
         ("dp_shards=2", "'dp_shards' is not an axis; the axes are dp_replicate, "),
         ("dp_shard=two", "'dp_shard' is 'two'; expected a number of ranks, 1 or more"),
         ("dp_shard=0", "'dp_shard' is 0; expected a number of ranks"),
         ("dp_shard=1.5", "'dp_shard' is '1.5'; expected a number of ranks"),
-        ("dp_shard=-1,tp=-1", "-1 is what is left, so one axis can have it"),
-        ("pp=2", '"pp" would split the model into stages'),
+        (
+            "dp_shard=-1,tp=-1",
+            "only one axis can have the size -1, which means the remaining ranks",
+        ),
+        ("pp=2", "does not support pipeline parallelism"),
         ("dp_shard=1,dp_shard=2", "each name once, such as dp_replicate=2,dp_shard=4"),
         ("dp_shard:2", "expected sizes by name"),
         ("dp_shard=2,", "expected sizes by name"),
@@ -295,7 +298,7 @@ def test_a_launch_says_what_its_file_has_set(capsys, monkeypatch):
         ("--num-machines 1 --machine-rank 1", "with 1 machines, expected 0 to 0"),
         ("--max-restarts -1", "--max-restarts is -1; expected a whole number from 0"),
         ("--config none.toml", "no file 'none.toml'"),
-        ("", "there is no script"),
+        ("", "the script is missing"),
     ],
 )
 def test_settings_that_cannot_be_together(capsys, words, advice):
@@ -569,4 +572,4 @@ def test_this_machine_passes(capfd):
     lines = capfd.readouterr().out.splitlines()
     names = [line.split()[0] for line in lines]
     assert names == ["world", "collectives", "training", "checkpoint", "This"]
-    assert lines[-1] == "This machine passes."
+    assert lines[-1] == "This machine passes the test."

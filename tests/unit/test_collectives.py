@@ -115,7 +115,7 @@ class Fixed(collections.UserDict):
 def test_a_mapping_that_cannot_be_made_again():
     """It is refused with its name."""
     with pytest.raises(
-        af.errors.ArgumentError, match=r"Fixed\(a dict\) raises TypeError"
+        af.errors.ArgumentError, match=r"Fixed\(a_dict\) raises TypeError"
     ):
         simulate(2, lambda world: af.all_gather(Fixed(), world))
 

@@ -242,7 +242,7 @@ def test_equal_shapes_are_not_sent_first():
     assert (len(one.log), len(two.log)) == (2, 1)
 
     def uneven(world: af.World) -> None:
-        with pytest.raises(af.errors.ArgumentError, match="Leave out equal"):
+        with pytest.raises(af.errors.ArgumentError, match="Remove equal=True"):
             af.all_to_all([torch.ones(1 + to) for to in range(2)], world, equal=True)
 
     simulate(2, uneven)
@@ -251,10 +251,13 @@ def test_equal_shapes_are_not_sent_first():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda t, w: af.all_reduce(t, w, "sum", weight=1), "only a mean by weight"),
+        (
+            lambda t, w: af.all_reduce(t, w, "sum", weight=1),
+            "is only for weighted means",
+        ),
         (
             lambda t, w: af.all_reduce(t, w, "mean", bucket_cap_mb=1),
-            "only a mean by weight",
+            "is only for weighted means",
         ),
         (lambda t, w: af.all_reduce(t, w, "mean", weight=-1), "one number, 0 or more"),
         (

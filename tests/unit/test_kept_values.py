@@ -131,7 +131,7 @@ def test_what_is_evaluated_is_not_written_into(size):
         return af.evaluate(state_of(world, setup=af.chain(*setup)), DATA, square)
 
     with pytest.raises(
-        StateError, match=r"eval_params of InPlace\(\) wrote into .*head\.bias"
+        StateError, match=r"eval_params of InPlace\(\) changed .*head\.bias"
     ):
         simulate(size, partial(fn, copies=False))
     assert simulate(size, partial(fn, copies=True)).results[0]["square"] > 0
@@ -174,7 +174,7 @@ def test_what_split_parameters_say_is_not_taken_for_the_whole(fn, act):
         return af.evaluate(state, DATA, fn)
 
     with pytest.raises(
-        LossError, match=r"returned a DTensor: .* outside of the model's"
+        LossError, match=r"returned a DTensor\. .* outside of the model's"
     ):
         simulate(2, partial(acts, wrap=af.wrap_fsdp()))
     simulate(2, partial(acts, wrap=af.wrap_ddp()))

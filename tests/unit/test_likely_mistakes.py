@@ -303,7 +303,7 @@ def test_a_weight_is_one_that_totals_are_divided_by(weight, dtype, setup):
     if 0 <= weight < math.inf:
         step(state, batch)
         return
-    with pytest.raises(af.errors.LossError, match="weight=.*expected a finite weight"):
+    with pytest.raises(af.errors.LossError, match="weight=.*expected a finite"):
         step(state, batch)
 
 
@@ -316,7 +316,7 @@ def test_a_weight_with_a_gradient_is_refused():
         return af.Loss(outputs.square().sum(), outputs.abs().sum())
 
     with pytest.raises(
-        af.errors.LossError, match=r"has a gradient, .* Detach the weight"
+        af.errors.LossError, match=r"requires a gradient, .* weight\.detach\(\)"
     ):
         af.value_and_grad(loss)(state, INPUTS)
 

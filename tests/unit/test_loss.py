@@ -273,7 +273,7 @@ def test_a_mean_over_nobody_knows_how_many(how):
     def total(model, _):
         return af.Loss(model(X).sum(), len(X))
 
-    with pytest.raises(af.errors.BatchError, match="Cannot tell how many samples"):
+    with pytest.raises(af.errors.BatchError, match="Cannot find the number of samples"):
         simulate(size, lambda world: stepped(world, setup, mean))
     alone = stepped(af.World.single(), None, mean)
     together = simulate(size, lambda world: stepped(world, setup, total)).results

@@ -43,7 +43,7 @@ def test_a_world_of_one_has_one_part():
 def test_the_whole_is_split_alone():
     """Ranks of another part would not know of the parts of this one."""
     for of in (lambda w: w.split(size=2), lambda w: w.along("tp")):
-        with pytest.raises(WorldError, match=r"part of a world\. Split the whole"):
+        with pytest.raises(WorldError, match=r"is itself a part\. Split world\.whole"):
             simulate(4, lambda w, of=of: of(w).split(size=1), axes={"cp": 2, "tp": 2})
 
 

@@ -271,7 +271,7 @@ def test_half_an_mpi_environment(env):
             with pytest.raises(WorldError, match=f"lacks {name}"):
                 read_place({**kept, **MASTER})
     for name in MASTER:
-        with pytest.raises(WorldError, match=f"Give {name}, .*: mpi.* {name}[ =]"):
+        with pytest.raises(WorldError, match=f"Set {name} to .*: mpi.* {name}[ =]"):
             read_place({**env, **without(MASTER, name)})
 
 
@@ -287,7 +287,7 @@ def test_mpi_on_one_machine():
     assert {place.address for place in places} == {"127.0.0.1"}
     assert all(10_000 <= place.port < 30_000 for place in places)
     assert places[0].port != places[1].port
-    with pytest.raises(WorldError, match=r"no name \(PMIX_NAMESPACE\)"):
+    with pytest.raises(WorldError, match=r"no job name \(PMIX_NAMESPACE\)"):
         read_place(env)
 
 
@@ -355,7 +355,7 @@ def test_slurm_says_too_little(name, words):
         ({"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2.*contradict"),
         ({"SLURM_NODEID": "4"}, "SLURM_NODEID=4 .*contradict"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "SLURM_NTASKS=7.*contradict"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "'two'; expected a text such as"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "'two'; expected text such as"),
         ({"SLURM_STEP_NODELIST": "["}, "expected a list such as"),
         ({"SLURM_STEP_NUM_TASKS": "1"}, "SLURM_NTASKS=7, but srun did not start"),
         ({"SLURM_STEP_NUM_TASKS": "6"}, "SLURM_STEP_NUM_TASKS=6.*contradict"),
@@ -373,7 +373,7 @@ def test_single_does_not_hide_a_world_of_many(env, monkeypatch):
     """World.single() is refused to a rank of mpirun or srun, too."""
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(af.errors.WorldError, match=r"is \d, but each of the"):
+    with pytest.raises(af.errors.WorldError, match=r"is \d: each of the"):
         af.World.single(device="cpu")
 
 

@@ -153,9 +153,9 @@ def test_who_waited_elsewhere_is_told():
     third.connection.tell("waited in 'mean'", is_waiting=True)
     second.connection.tell("waited in 'sum'", is_waiting=True)
     expected = (
-        "no rank failed: one came later than the timeout, or their connection broke."
+        "no rank failed: a rank arrived after the timeout, or a connection broke."
     )
-    assert lost(first) == f"{expected} Elsewhere, rank 2 waited in 'mean'."
+    assert lost(first) == f"{expected} Other ranks: rank 2 waited in 'mean'."
 
 
 def test_the_first_word_counts():
@@ -165,7 +165,7 @@ def test_the_first_word_counts():
     second.connection.tell("raised PeerFailedError: of its own")
     assert (
         lost(first)
-        == "no rank failed: one came later than the timeout, or their connection broke."
+        == "no rank failed: a rank arrived after the timeout, or a connection broke."
     )
 
 
@@ -182,7 +182,7 @@ def test_a_silent_store_holds_nobody():
     """Where the store's host never answers, that is said, after a second."""
     store = Silent()  # whose Python half lives as long as this name
     _, second = worlds(2, store)
-    expected = f"rank 0, or one before it, {GONE}: the store that it keeps is silent."
+    expected = f"rank 0 or another rank {GONE}: the store of rank 0 does not answer."
     assert lost(second) == expected
 
 
@@ -190,7 +190,7 @@ def test_a_store_that_goes_blames_nobody_else():
     """Who had not spoken before its host went may have spoken to nobody."""
     store = Leaving()
     _, second, _ = worlds(3, store)
-    expected = f"rank 0, or one before it, {GONE}: the store that it keeps is silent."
+    expected = f"rank 0 or another rank {GONE}: the store of rank 0 does not answer."
     assert expected == lost(second)
 
 

@@ -101,11 +101,13 @@ def test_its_options(written):
     assert repr(scale(2, offset=1, name="other")) == (
         "Scale(2, offset=1, name='other')"
     )
-    with pytest.raises(af.errors.CallError, match="no rows="):
+    with pytest.raises(af.errors.CallError, match="no argument rows="):
         scale(2, rows=1)
 
 
 def test_what_is_wrong_is_told(written):
     """A method that takes other arguments than it is called with is refused by its name."""
-    with pytest.raises(af.errors.ArgumentError, match="Wrong.grads is called as grads"):
+    with pytest.raises(
+        af.errors.ArgumentError, match="Wrong.grads: accelfn calls grads"
+    ):
         exec(written["wrong"], written)  # noqa: S102

@@ -588,7 +588,7 @@ def test_what_draws_waits_for_a_thread_that_draws(kind):
             assert torch.equal(drawn, torch.rand(2))
     if may_draw:
         assert isinstance(error, af.errors.WorldError)
-        assert "while another thread of this process does" in str(error)
+        assert "while another thread of this process uses" in str(error)
     else:
         assert error is None
     assert after == expected

@@ -83,7 +83,7 @@ def test_two_ways_to_reduce():
 @pytest.mark.parametrize("given", [af.shard_data, af.ema, af.chain])
 def test_class_instead_of_a_value(given):
     """A class in place of a value is refused with its position, and told to be called."""
-    with pytest.raises(af.errors.CompositionError, match=r"argument 1 .*Call it"):
+    with pytest.raises(af.errors.CompositionError, match=r"argument 1 .*Write"):
         af.chain(af.identity(), given)
 
 

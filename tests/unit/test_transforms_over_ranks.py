@@ -71,7 +71,7 @@ def test_nothing_to_compress(method):
 @pytest.mark.parametrize("option", ["matrix_approximation_rank", "start_powerSGD_iter"])
 def test_options_of_another_method(option):
     """An option that the method has no use for is refused."""
-    with pytest.raises(af.errors.ArgumentError, match="only 'powersgd'"):
+    with pytest.raises(af.errors.ArgumentError, match="is only for 'powersgd'"):
         af.compress_grads("fp16", **{option: 2})
 
 

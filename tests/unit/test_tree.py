@@ -68,7 +68,7 @@ def test_value_without_one_number_of_rows(value):
 def test_micro_batch_without_rows_cannot_be_weighed():
     """Under accumulation a mean needs its rows; the refusal says what to return."""
     state = make(setup=af.accumulate(num_micro_batches=2))
-    with pytest.raises(af.errors.BatchError, match=r"how many samples.*af\.Loss"):
+    with pytest.raises(af.errors.BatchError, match=r"number of samples.*af\.Loss"):
         af.make_step(lambda model, _: model(X).mean())(state, ["a", "b"])
     assert state.copy().step == 0
 
@@ -172,7 +172,9 @@ def exchanged(make_value):
 
 def test_a_container_that_cannot_be_made_again_is_named():
     """With why, and what to give instead; one beside it is no matter."""
-    words = r"A Ranged is in .*Ranged\(a dict\) raises TypeError: .*Give a dict\."
+    words = (
+        r"contains a Ranged.*Ranged\(a_dict\) raises TypeError: .*Use a dict instead\."
+    )
     with pytest.raises(af.errors.ArgumentError, match=words):
         exchanged(lambda rank: {"a": X, "b": Ranged(X + rank, X)})
 

@@ -166,7 +166,7 @@ def test_rng_puts_the_generator_back():
 @pytest.mark.parametrize("purpose", ["", None])
 def test_rng_has_a_purpose(purpose):
     """What the draws are for is a word."""
-    with pytest.raises(af.errors.ArgumentError, match=r"purpose.*word"):
+    with pytest.raises(af.errors.ArgumentError, match=r"purpose.*non-empty string"):
         af.fork_rng(make(), purpose)
 
 
@@ -174,7 +174,8 @@ def test_which_parameters_is_asked_where_they_differ():
     """Under `ema` nothing guesses which ones a lent module is to hold."""
     state = make(setup=af.ema(0.5))
     with pytest.raises(
-        af.errors.ArgumentError, match=r"ema\(0.5\) evaluates other parameters"
+        af.errors.ArgumentError,
+        match=r"ema\(0.5\) the parameters for evaluation differ",
     ):
         af.borrow_model(state).__enter__()
     for at, params in (("train", state.params), ("eval", af.eval_params(state))):
@@ -211,7 +212,7 @@ def test_a_module_is_called_in_its_block(part):
         pass
     called = model if isinstance(part, slice) else model[part]
     with pytest.raises(
-        af.errors.StateError, match=r"lent by af\.borrow_model.*which has ended"
+        af.errors.StateError, match=r"comes from af\.borrow_model.*has ended"
     ):
         called(X)
 
@@ -250,7 +251,7 @@ def test_a_shared_tensor_is_not_replaced_under_either_name(kind, name):
 
     state = af.TrainState.create(model=Shared, optimizer=torch.optim.SGD)
     new = torch.zeros(2)
-    words = rf"replaced the tensors {name} of a module that is lent"
+    words = rf"replaced the tensors {name}, but the state keeps"
     with (
         pytest.raises(af.errors.StateError, match=words),
         af.borrow_model(state) as model,

@@ -115,6 +115,6 @@ def test_draws_by_the_values_of_parts_are_refused(name):
     train = partial(trained, draw=BY_VALUES[name])
     simulate(1, partial(train, engine=af.wrap_ddp()))
     with pytest.raises(
-        af.errors.ArgumentError, match="draws by the values of a tensor"
+        af.errors.ArgumentError, match="depend on the values of a sharded"
     ):
         simulate(2, partial(train, engine=af.wrap_fsdp()))

@@ -88,7 +88,8 @@ def test_axes_of_the_launcher_agree_with_the_scripts(env):
         af.World.from_env(device="cpu", axes={"dp_shard": 4})
     env(ACCELFN_AXES="dp_shard=3")
     with pytest.raises(
-        af.errors.ArgumentError, match="ACCELFN_AXES=dp_shard=3: the sizes, 3"
+        af.errors.ArgumentError,
+        match="ACCELFN_AXES=dp_shard=3: the product of the sizes, 3",
     ):
         af.World.from_env(device="cpu")
     env(RANK=0, WORLD_SIZE=1, ACCELFN_AXES="dp_shard=1", **rendezvous())
@@ -172,11 +173,9 @@ def test_create_without_a_world_does_not_hide_a_world_of_many(env):
 def test_device_that_is_not_there(env, device):
     """A GPU asked for on a machine without one is refused, never replaced by the CPU."""
     env()
-    with pytest.raises(
-        af.errors.WorldError, match=r"cuda:\d was asked for.*0 devices of that type"
-    ):
+    with pytest.raises(af.errors.WorldError, match=r"cuda:\d.*0 devices of this type"):
         af.World.single(device=device)
-    with pytest.raises(af.errors.WorldError, match=r"cuda:\d was asked for"):
+    with pytest.raises(af.errors.WorldError, match=r"needs the device cuda:\d"):
         af.World.from_env(device=device)
 
 
@@ -205,7 +204,7 @@ def test_a_device_that_no_backend_joins():
     for kind, backend in (("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl")):
         assert meeting._backend(torch.device(kind)) == backend
     with pytest.raises(
-        af.errors.WorldError, match=r"no backend for .* 'maia'.*backend=.*maia:"
+        af.errors.WorldError, match=r"no default backend for .* 'maia'.*backend=.*maia:"
     ):
         meeting._backend(torch.device("maia"))
 
@@ -249,8 +248,8 @@ def test_malformed_port(env, port):
 @pytest.mark.parametrize(
     ("rank", "says"),
     [
-        (0, "within 2 s none came as rank 1, 2"),
-        (1, r"none listens at 127.0.0.1:\d+ within 2 s"),
+        (0, "no process connected as rank 1, 2 within 2 s"),
+        (1, r"no process listens at 127.0.0.1:\d+ after [\d.]+ s"),
     ],
 )
 def test_rank_that_waits_alone(env, monkeypatch, capfd, rank, says):

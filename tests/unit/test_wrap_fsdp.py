@@ -669,7 +669,7 @@ def test_nothing_is_offloaded_where_nothing_has_values():
 
     def fn(world: af.World) -> None:
         setup = af.wrap_fsdp(cpu_offload=True)
-        with pytest.raises(af.errors.ModelError, match="Leave cpu_offload out there"):
+        with pytest.raises(af.errors.ModelError, match="Remove cpu_offload there"):
             af.TrainState.create(model=Net, optimizer=adamw, setup=setup, world=world)
 
     simulate(2, fn, device="meta")
