@@ -8,7 +8,7 @@ from pathlib import Path
 import svg
 
 PAGE = Path(__file__).parents[1] / "benchmarks.md"
-SECTION = "## A step on batches that are there already"
+SECTION = "## A step on batches in memory"
 TITLE = (
     "Bars: time per step of three small models with accelfn, Accelerate and Lightning"
     " Fabric. A line shows the time of a hand-written loop"

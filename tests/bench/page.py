@@ -129,8 +129,8 @@ def cells(benchmark: Benchmark, figures: Sequence[Figure]) -> list[tuple[str, ..
 _COUNTED = {
     "all_reduces": ("all-reduces", "g"),
     "num_bytes": ("bytes", ",.0f"),
-    "foreseen_bytes": ("bytes foreseen", ",.0f"),
-    "foreseen": ("ms foreseen", ".3f"),
+    "foreseen_bytes": ("predicted bytes", ",.0f"),
+    "foreseen": ("predicted ms", ".3f"),
 }
 """Columns of only some benchmarks: the heading, and the format of the numbers."""
 _COSTS = {"ratio": "ms a step", "added": "ms", "itself": "ms"}

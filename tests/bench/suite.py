@@ -46,16 +46,15 @@ def _over_a_link(megabits: int, rounds: int) -> Benchmark:
         module="link",
         title=f"An update over a link of {megabits} Mbit per second",
         how=(
-            "Two processes joined by Gloo, each in a network namespace of its own; the cable "
-            f"between, a veth pair, lets {megabits} Mbit a second pass in each direction (tc "
-            "tbf). A network of 21,450 parameters, AdamW(fused=True), 32 rows a rank. Local "
-            "SGD averages, and DiLoCo exchanges, every 8 updates. One block is 8 updates, from "
-            "one barrier to the "
-            "next. Bytes are those of an update that both ends have sent, headers included, as the "
-            "kernel counts them in a run of its own; what is foreseen is what "
-            "accelfn.testing.communication says for a link of that bandwidth, a latency of "
-            "1 ms and an overhead of 0.068, and of the seconds in which two simulated ranks "
-            "compute it."
+            "Two processes with Gloo, each in its own network namespace. A virtual cable "
+            f"(veth) connects them, with {megabits} Mbit per second in each direction (tc tbf). A "
+            "network of 21,450 parameters, AdamW(fused=True), 32 rows per rank. Local SGD "
+            "averages, and DiLoCo exchanges, every 8 updates. One block is 8 updates, between "
+            "two barriers. Bytes are those that both ranks send in an update, including "
+            "headers; the kernel counts them in a separate run. The predictions are those of "
+            "accelfn.testing.communication, for a link of this bandwidth, a latency of 1 ms "
+            "and an overhead of 0.068. They include the compute time of an update on two "
+            "simulated ranks."
         ),
         targets=(("accelfn local_sgd", 0.16), ("accelfn diloco, 8 bits", 0.06)),
         rounds=rounds,
@@ -69,13 +68,13 @@ SUITE = (
     Benchmark(
         name="step",
         module="step",
-        title="A step on batches that are there already",
+        title="A step on batches in memory",
         how=(
-            "Three models: five layers 64 to 64 with ReLU and one 64 to 10; two convolutions "
-            "with batch normalisation over images of 3 times 16 times 16; four transformer "
-            "layers of width 64 over 16 tokens. Batch 32, AdamW(fused=True), 16 batches made "
-            "beforehand and used in turn. One block is 100 steps of the first, 20 of the "
-            "others. accelfn gets plain values and an empty setup."
+            "Three models: five linear layers 64 to 64 with ReLU and one 64 to 10; two "
+            "convolutions with batch normalization on images of 3 x 16 x 16; four transformer "
+            "layers of width 64 over 16 tokens. Batch size 32, AdamW(fused=True), 16 batches "
+            "in memory, used in turn. One block is 100 steps of the first model, and 20 steps "
+            "of the others. accelfn gets plain values and an empty setup."
         ),
         targets=(
             ("mlp: accelfn", 1.02),
@@ -88,10 +87,11 @@ SUITE = (
     Benchmark(
         name="step_memory",
         module="step_memory",
-        title="Memory at the peak",
+        title="Peak memory of training",
         how=(
-            "Three updates of a model of 42 million parameters, batch 32, AdamW(fused=True), "
-            "in a process of its own; all import the same libraries. MiB that it had at most."
+            "Three updates of a model with 42 million parameters, batch size 32, "
+            "AdamW(fused=True), each loop in a new process. All processes import the same "
+            "libraries. MiB at the peak of the process."
         ),
         targets=(("accelfn", 1.01),),
         rounds=4,
@@ -103,10 +103,10 @@ SUITE = (
         module="compiled",
         title="A compiled step",
         how=(
-            "The three models of the first benchmark, each beside its own hand-written loop, "
-            "which is not compiled; compiling is not timed. Accelerate compiles the model by "
-            'dynamo_backend="inductor", as a loop by hand does with torch.compile; accelfn '
-            "compiles the loss with its gradients."
+            "The three models of the first benchmark. The base is a plain PyTorch loop of the "
+            "same model, which is not compiled. Compilation is not timed. Accelerate compiles "
+            'the model with dynamo_backend="inductor", and the plain loop with torch.compile; '
+            "accelfn compiles the loss and its gradients."
         ),
         targets=(
             ("mlp: accelfn, compile()", 0.75),
@@ -121,9 +121,10 @@ SUITE = (
         module="epoch",
         title="An epoch with each library loading its own data",
         how=(
-            "The same network and optimizer on a TensorDataset of 16,000 rows of 64 floats, "
-            "batch 32, shuffled. One block is an epoch of 500 steps. All but accelfn "
-            "read through torch's DataLoader without workers, as they stand or prepared."
+            "The first model and its optimizer on a TensorDataset of 16,000 rows of 64 floats, "
+            "batch size 32, shuffled. One block is an epoch of 500 steps. All except accelfn "
+            "read with torch's DataLoader without workers, either plain or prepared by the "
+            "library."
         ),
         targets=(("accelfn", 0.85),),
         rounds=24,
@@ -134,11 +135,11 @@ SUITE = (
         module="data",
         title="Reading rows of tensors and of arrays",
         how=(
-            "16,000 rows of 64 floats and a class, batch 32, shuffled, one process; nothing "
-            "is trained, and a step is a batch read. Tensors are a TensorDataset; arrays are a "
-            "pair of numpy's, which accelfn is given as they are, and the others as a dataset "
-            "of rows. One block is an epoch of 500 batches. A ratio of 0.125 is eight times "
-            "the samples per second."
+            "16,000 rows of 64 floats and a class, batch size 32, shuffled, one process. "
+            'Nothing is trained: a step reads a batch. "Tensors" is a TensorDataset. "Arrays" '
+            "is a pair of NumPy arrays, which accelfn reads directly, and the others as a "
+            "dataset of rows. One block is an epoch of 500 batches. A ratio of 0.125 means "
+            "eight times as many samples per second."
         ),
         targets=(("accelfn, tensors", 0.125), ("accelfn, arrays", 0.125)),
         rounds=24,
@@ -149,10 +150,10 @@ SUITE = (
         module="data_workers",
         title="Reading samples that take a millisecond each, by two workers",
         how=(
-            "1,600 samples, each of which sleeps for a millisecond, batch 32, shuffled, two "
-            "worker processes; a step is a batch read. One block is three epochs of 50 "
-            "batches. accelfn starts its workers once a block; torch's DataLoader once an "
-            "epoch, or, with persistent_workers, once for all blocks."
+            "1,600 samples, each of which sleeps for a millisecond, batch size 32, shuffled, "
+            "two worker processes. A step reads a batch. One block is three epochs of 50 "
+            "batches. accelfn starts its workers once per block. torch's DataLoader starts "
+            "them once per epoch, or, with persistent_workers, once for all blocks."
         ),
         targets=(("accelfn", 1.0),),
         rounds=12,
@@ -163,10 +164,10 @@ SUITE = (
         module="data_scale",
         title="The first batch of 10^12 samples: time",
         how=(
-            "A process that has imported accelfn and made its data and state reads a first "
-            "batch of 32 of a shuffled dataset whose samples are their indices: from the "
-            "start, or from sample 9·10^11 of the epoch on. Beside it, a process in which "
-            "torch's RandomSampler draws its first index of 10^8."
+            "A process that has imported accelfn, and created its data and state, reads the "
+            "first batch of 32 of a shuffled dataset. The samples are their indices. It reads "
+            "from the start of the epoch, or from sample 9·10^11. For comparison, torch's "
+            "RandomSampler draws its first index of 10^8 in another process."
         ),
         targets=(
             ("accelfn, 10^12 samples", 10),
@@ -181,7 +182,8 @@ SUITE = (
         module="data_memory",
         title="The first batch of 10^12 samples: memory",
         how=(
-            "The same starts: the peak of the process's memory, over what it had before."
+            "The same starts: the peak memory of the process, minus the memory before the "
+            "start."
         ),
         targets=(
             ("accelfn, 10^12 samples", 20),
@@ -195,12 +197,13 @@ SUITE = (
     Benchmark(
         name="checkpoint_pause",
         module="checkpoint_pause",
-        title="How long a save keeps training waiting",
+        title="How long training waits for a save",
         how=(
-            "Ten layers 2048 to 2048 with AdamW: 42 million parameters, 504 MB with the "
+            "Ten linear layers 2048 to 2048 with AdamW: 42 million parameters, 504 MB with the "
             "optimizer's moments, on the CPU. The base copies the tensors into memory that is "
-            "there already. Of accelfn's asynchronous store, until `save` returns; of the "
-            "others, which do not flush to the disk, until all is written."
+            "already allocated. For accelfn's asynchronous store, the time ends when `save` "
+            "returns. For the others, which do not flush to the disk, it ends when all files "
+            "are written."
         ),
         targets=(("accelfn CheckpointStore", 1.5),),
         rounds=12,
@@ -209,10 +212,10 @@ SUITE = (
     Benchmark(
         name="checkpoint_save",
         module="checkpoint_save",
-        title="A save as a whole",
+        title="A complete save",
         how=(
-            "The same state, until the call returns. accelfn's `af.save` has then hashed "
-            "all and flushed it to the disk; the others have done neither."
+            "The same state, until the call returns. accelfn's `af.save` has then computed "
+            "digests of all data and flushed the files to the disk. The others do neither."
         ),
         targets=(("accelfn save", 1.0),),
         rounds=12,
@@ -221,10 +224,10 @@ SUITE = (
     Benchmark(
         name="checkpoint_load",
         module="checkpoint_load",
-        title="Loading, verified",
+        title="Loading a checkpoint with verification",
         how=(
-            "The same state from files that the system holds in memory. The base reads the "
-            "file for its BLAKE3, and loads it with safetensors, which maps it and "
+            "The same state, from files in the system's page cache. The base reads the file to "
+            "compute its BLAKE3 digest, and loads it with safetensors, which maps the file and "
             "copies nothing."
         ),
         targets=(("accelfn load", 1.2),),
@@ -234,15 +237,15 @@ SUITE = (
     Benchmark(
         name="load_model",
         module="load_model",
-        title="Making a model and giving it the weights of a file",
+        title="Creating a model and loading its weights from a file",
         how=(
-            "A Llama of 136 million parameters, 542 MB, on the CPU, in a file that the system "
-            "holds in memory and save_pretrained wrote; in the last line export_model did. Time "
-            "is the processor's, for other programs ran beside, until the model is there, whose "
-            "output is compared before, "
-            "bitwise. Transformers maps the file and reads nothing yet; so does accelfn with "
-            "mapped=True, as far as tensors begin at multiples of 64 bytes in the file. Accelerate "
-            "maps it too, and collects garbage."
+            "A Llama model with 136 million parameters (542 MB) on the CPU, from a file in the "
+            "system's page cache. save_pretrained wrote the file; in the last row, "
+            "export_model wrote it. The time is CPU time, because other programs ran at the "
+            "same time, until the model is loaded. Before, the outputs of all models are "
+            "compared bitwise. Transformers maps the file and reads nothing yet. accelfn does "
+            "the same with mapped=True, if tensors begin at multiples of 64 bytes in the file. "
+            "Accelerate also maps the file, and collects garbage."
         ),
         targets=(("accelfn, mapped=True, of export_model", 1.0),),
         rounds=12,
@@ -251,10 +254,10 @@ SUITE = (
     Benchmark(
         name="load_model_used",
         module="load_model_used",
-        title="The same, with a first forward pass",
+        title="Loading a model and a first forward pass",
         how=(
-            "The models of the benchmark before, with a forward pass over 16 tokens, for which "
-            "all weights are read. Time is the processor's: other programs ran beside."
+            "The same loads, with a forward pass over 16 tokens, which reads all weights. The "
+            "time is CPU time, because other programs ran at the same time."
         ),
         targets=(("accelfn, mapped=True, of export_model", 1.0),),
         rounds=12,
@@ -263,11 +266,11 @@ SUITE = (
     Benchmark(
         name="load_model_memory",
         module="load_model_memory",
-        title="Memory at the peak of loading a model",
+        title="Peak memory of loading a model",
         how=(
-            "The same loads, each with a forward pass over 16 tokens and in a process of its own: "
-            "MiB that it had at most, beyond what it had before. The base is a model that was "
-            "built in memory, and the bytes of its largest tensor."
+            "The same loads, each with a forward pass over 16 tokens, in a new process. MiB at "
+            "the peak of the process, minus the memory before. The base is a model that was "
+            "created in memory, plus the bytes of its largest tensor."
         ),
         targets=(
             ("accelfn import_model", 1.0),
@@ -283,11 +286,11 @@ SUITE = (
         module="offload",
         title="A forward pass of a model that is offloaded",
         how=(
-            "The same model, all of whose layers lie on the disk, or on the host, and compute on "
-            "the CPU; 16 tokens. Accelerate's disk_offload writes files of its own, and its "
-            "cpu_offload is the base of the second half; accelfn's af.on_devices maps what "
-            "save_pretrained or export_model wrote. Outputs are compared before, bitwise. Time is "
-            "the processor's: other programs ran beside."
+            "The same model. All its layers are on the disk, or in the host's memory, and "
+            "compute on the CPU; 16 tokens. Accelerate's disk_offload writes its own files; "
+            "its cpu_offload is the base of the second half. accelfn's af.on_devices maps the "
+            "files of save_pretrained or export_model. Before, the outputs are compared "
+            "bitwise. The time is CPU time, because other programs ran at the same time."
         ),
         targets=(
             ("disk: accelfn", 1.0),
@@ -302,11 +305,10 @@ SUITE = (
         module="ddp",
         title="A step of DistributedDataParallel on two processes",
         how=(
-            "The same network and optimizer on two processes joined by Gloo, 64 rows an "
-            "update, 32 a rank. All contestants wrap it in torch's DistributedDataParallel "
-            "and live side by side in these two processes. One block is 100 steps, from one "
-            "barrier to the next. All-reduces are those of an update, as torch's profiler sees "
-            "them in a run of its own."
+            "The first model and its optimizer on two processes with Gloo, 64 rows per update, "
+            "32 per rank. All contestants use torch's DistributedDataParallel, and run in the "
+            "same two processes. One block is 100 steps, between two barriers. All-reduces are "
+            "those of an update, which torch's profiler counts in a separate run."
         ),
         targets=(("accelfn", 1.03),),
         rounds=60,
@@ -316,13 +318,13 @@ SUITE = (
     Benchmark(
         name="fsdp",
         module="fsdp",
-        title="A step of a model that is split over two processes",
+        title="A step of a model that is sharded over two processes",
         how=(
             "Six transformer layers of width 128 over 16 tokens, 1.2 million parameters, "
-            "AdamW, two processes joined by Gloo, 8 rows a rank. Each layer is a unit of "
-            "torch's fully_shard. By hand the optimizer steps DTensors, as torch's tutorial "
-            "has it, or plain parameters that share a rank's parts. Time is the processor's, "
-            "of rank 0. One block is 10 steps."
+            "AdamW, two processes with Gloo, 8 rows per rank. Each layer is a unit of torch's "
+            "fully_shard. In the plain loop, the optimizer updates DTensors, as in torch's "
+            "tutorial, or plain parameters that share memory with a rank's shards. The time is "
+            "the CPU time of rank 0. One block is 10 steps."
         ),
         targets=(("accelfn", 0.75),),
         rounds=40,
@@ -332,12 +334,12 @@ SUITE = (
     Benchmark(
         name="fsdp_memory",
         module="fsdp_memory",
-        title="Memory at the peak of a model that is split over two processes",
+        title="Peak memory of a model that is sharded over two processes",
         how=(
-            "Three updates of a model of 42 million parameters, batch 32, AdamW, two processes "
-            "joined by Gloo. Each of its ten layers is a unit of torch's fully_shard. By hand "
-            "the optimizer steps DTensors, as torch's tutorial has it. MiB that rank 0 had at "
-            "most, beyond what it had before the model was made."
+            "Three updates of a model with 42 million parameters, batch size 32, AdamW, two "
+            "processes with Gloo. Its ten layers are units of torch's fully_shard. In the "
+            "plain loop, the optimizer updates DTensors, as in torch's tutorial. MiB at the "
+            "peak of rank 0, minus its memory before the model was created."
         ),
         targets=(("accelfn", 1.02), ('accelfn, init="shard"', 1.02)),
         rounds=4,
@@ -349,10 +351,10 @@ SUITE = (
         module="zero",
         title="A step under DeepSpeed's ZeRO on two processes",
         how=(
-            "The transformer layers of the benchmark before last, AdamW, two processes joined by "
-            "Gloo, 8 rows a rank. By hand, DeepSpeed's engine is called as its tutorial has it, "
-            "without clipping; each ratio is to that of the same stage. Time is the processor's, "
-            "of rank 0. One block is 10 steps."
+            "The transformer layers of the benchmark of fully_shard, AdamW, two processes with "
+            "Gloo, 8 rows per rank. The plain loop calls DeepSpeed's engine as in its "
+            "tutorial, without clipping. Each ratio is to the plain loop at the same stage. "
+            "The time is the CPU time of rank 0. One block is 10 steps."
         ),
         targets=tuple((f"stage {stage}, accelfn", 1.05) for stage in (1, 2, 3)),
         rounds=30,
@@ -362,12 +364,12 @@ SUITE = (
     Benchmark(
         name="zero_memory",
         module="zero_memory",
-        title="Memory at the peak under DeepSpeed's ZeRO on two processes",
+        title="Peak memory under DeepSpeed's ZeRO on two processes",
         how=(
-            "Three updates of a model of 42 million parameters, batch 32, AdamW, two processes "
-            "joined by Gloo. Each ratio is to DeepSpeed by hand at the same stage. MiB that rank "
-            "0 had at most, beyond what it had before the model was made; what is freed goes back "
-            "to the system at once, by MALLOC_MMAP_THRESHOLD_."
+            "Three updates of a model with 42 million parameters, batch size 32, AdamW, two "
+            "processes with Gloo. Each ratio is to a plain DeepSpeed loop at the same stage. "
+            "MiB at the peak of rank 0, minus its memory before the model was created. With "
+            "MALLOC_MMAP_THRESHOLD_, freed memory returns to the system at once."
         ),
         targets=tuple((f"stage {stage}, accelfn", 1.05) for stage in (1, 2, 3)),
         rounds=4,
@@ -377,13 +379,13 @@ SUITE = (
     Benchmark(
         name="local_sgd",
         module="local_sgd",
-        title="Local SGD against DistributedDataParallel on two processes",
+        title="Local SGD compared with DistributedDataParallel on two processes",
         how=(
-            "A network of six layers 256 to 256 with ReLU between, AdamW(fused=True), "
-            "two processes joined by Gloo, 32 rows a rank. Local SGD averages every 8 updates; "
-            "by hand, that is one all-reduce of all parameters as one vector. One block is 96 "
-            "steps, from one barrier to the next. All-reduces are those of an update, as torch's "
-            "profiler sees them in a run of its own."
+            "Six linear layers 256 to 256 with ReLU, AdamW(fused=True), two processes with "
+            "Gloo, 32 rows per rank. Local SGD averages every 8 updates. In the plain loop, an "
+            "average is one all-reduce of all parameters as one vector. One block is 96 steps, "
+            "between two barriers. All-reduces are those of an update, which torch's profiler "
+            "counts in a separate run."
         ),
         targets=(("accelfn local_sgd", 0.36),),
         rounds=40,
@@ -395,14 +397,14 @@ SUITE = (
     Benchmark(
         name="streaming",
         module="streaming",
-        title="Exchanges beside computation, over a link of 4 Mbit per second",
+        title="Exchanges during computation, over a link of 4 Mbit per second",
         how=(
-            "The same two hosts and cable, and the four transformer layers of the first "
-            "benchmark, 134,858 parameters, AdamW(fused=True), 32 rows a rank. DiLoCo sends 8 "
-            "bits a number every 100 updates, whole or a quarter at a time; with delay=20 ranks "
-            "go on for 20 updates before they use what came. Without communication is "
-            "local_sgd that never averages. One block is 400 updates, from one barrier to "
-            "the next."
+            "The same two network namespaces and cable, and the four transformer layers of the "
+            "first benchmark: 134,858 parameters, AdamW(fused=True), 32 rows per rank. DiLoCo "
+            "sends 8 bits per number every 100 updates, all parameters at once or a quarter at "
+            "a time. With delay=20, ranks run 20 more updates before they use the result. "
+            '"Without communication" is local_sgd that never averages. One block is 400 '
+            "updates, between two barriers."
         ),
         targets=(("diloco in fragments, with delay", 1.10),),
         rounds=12,
@@ -415,11 +417,11 @@ SUITE = (
         module="collectives",
         title="The sum of 100 small tensors over two processes",
         how=(
-            "A dict of 100 tensors of 8 times 8, two processes joined by Gloo. By hand they are "
-            "joined into one vector, which is reduced and cut; accelfn is af.all_reduce, "
-            'Accelerate its reduce(reduction="sum"). One block is 10 sums, from one barrier to the '
-            "next. "
-            "All-reduces are those of a sum, as torch's profiler sees them in a run of its own."
+            "A dict of 100 tensors of 8 x 8, two processes with Gloo. The plain loop "
+            "concatenates them to one vector, reduces the vector, and splits it. accelfn uses "
+            'af.all_reduce, and Accelerate its reduce(reduction="sum"). One block is 10 sums, '
+            "between two barriers. All-reduces are those of a sum, which torch's profiler "
+            "counts in a separate run."
         ),
         targets=(("accelfn", 1.3),),
         rounds=60,
@@ -429,10 +431,10 @@ SUITE = (
     Benchmark(
         name="import",
         module="import_time",
-        title="What importing accelfn adds to importing torch",
+        title="Import time that accelfn adds to torch",
         how=(
-            "Whole processes in turn, from start to end: "
-            '`python -c "import torch"` and `python -c "import torch, accelfn"`.'
+            'Processes in turn, from start to end: `python -c "import torch"` and `python -c '
+            '"import torch, accelfn"`.'
         ),
         targets=(("import torch, accelfn", 60),),
         rounds=24,
@@ -444,12 +446,12 @@ SUITE = (
         module="simulation",
         title="A test of DistributedDataParallel on simulated ranks",
         how=(
-            "A world of that many ranks is made, every rank wraps a two-layer network in "
-            "torch's DistributedDataParallel and takes three steps, and the world is gone. "
-            "Processes run the same over Gloo: started for this test by "
-            "torch.multiprocessing.spawn, which imports torch anew, or kept from an earlier "
-            "one. A collective is one of 100 all-reduces of three numbers on 4 ranks, the "
-            "making of the world included."
+            "A test creates a world of simulated ranks, and closes it at the end. Every rank "
+            "wraps a two-layer network in torch's DistributedDataParallel and runs three "
+            "steps. Processes run the same with Gloo. They are started for this test by "
+            "torch.multiprocessing.spawn, and import torch again, or an earlier test has "
+            "started them. A collective is one of 100 all-reduces of three numbers on 4 ranks, "
+            "including the creation of the world."
         ),
         targets=(
             ("simulated, 2 ranks", 10),

@@ -4,20 +4,20 @@
 from suite import Benchmark
 
 _ONE_RANK = (
-    "There is one rank, of the accelerator's own backend: accelfn leaves the model whole, with "
-    "nothing to split it over, and by hand the engine does what it does among many. "
+    "There is one rank, with the accelerator's own backend. accelfn does not shard the model, "
+    "because there is only one rank; the plain loop's engine works as with several ranks. "
 )
 
 DEVICES = (
     Benchmark(
         name="step",
         module="step",
-        title="A step on batches that are there already",
+        title="A step on batches in memory",
         how=(
-            "The three small models of the first benchmark; a step gives the accelerator some "
-            "hundred kernels that compute next to nothing, so it is the host's time that is "
-            "taken. One block is 100 steps of the first, 20 of the others, and the accelerator's "
-            "end."
+            "The three models of the first benchmark. A step starts some hundred kernels on "
+            "the accelerator, which compute very little, so this measures the time of the "
+            "host. One block is 100 steps of the first model, and 20 steps of the others, "
+            "until the accelerator has finished."
         ),
         targets=(
             ("mlp: accelfn", 1.02),
@@ -32,9 +32,10 @@ DEVICES = (
         module="precision",
         title="A step in 16 bits",
         how=(
-            "A decoder of 101 million parameters: two layers of width 2048, 16 heads, over 8 "
-            "sequences of 1,024 places. Parameters are in float32, AdamW(fused=True), and bf16 "
-            "is autocast's. One block is 5 steps, and the accelerator's end."
+            "A decoder with 101 million parameters: two layers of width 2048 with 16 heads, "
+            "over 8 sequences of 1,024 positions. Parameters are float32, the optimizer is "
+            "AdamW(fused=True), and torch's autocast computes in bf16. One block is 5 steps, "
+            "until the accelerator has finished."
         ),
         targets=(("accelfn", 1.02),),
         rounds=20,
@@ -45,9 +46,10 @@ DEVICES = (
         module="precision_compiled",
         title="A compiled step in 16 and in 8 bits",
         how=(
-            "The same model; fp8 is torchao's, with a scale for each tensor, in all linear "
-            "layers but the last. By hand the model is compiled, by accelfn the loss with its "
-            "gradients; compiling is not timed. One block is 5 steps, and the accelerator's end."
+            "The same model. fp8 is torchao's float8, with one scale per tensor, in all linear "
+            "layers except the last. The plain loop compiles the model; accelfn compiles the "
+            "loss and its gradients. Compilation is not timed. One block is 5 steps, until the "
+            "accelerator has finished."
         ),
         targets=(("bf16, accelfn", 1.02), ("fp8, accelfn", 1.0)),
         rounds=20,
@@ -56,10 +58,11 @@ DEVICES = (
     Benchmark(
         name="memory",
         module="step_memory",
-        title="Memory at the peak",
+        title="Peak memory of training",
         how=(
-            "Three updates of a model of 42 million parameters, batch 32, AdamW(fused=True), "
-            "in a process of its own. MiB of the accelerator that torch gave out at most."
+            "Three updates of a model with 42 million parameters, batch size 32, "
+            "AdamW(fused=True), each loop in a new process. MiB at the peak of the accelerator "
+            "memory that torch allocated."
         ),
         targets=(("accelfn", 1.01),),
         rounds=4,
@@ -71,8 +74,8 @@ DEVICES = (
         module="fsdp",
         title="A step under fully_shard",
         how=(
-            "Six transformer layers of width 128 over 16 tokens, AdamW, 8 rows; each layer is a "
-            f"unit. {_ONE_RANK}One block is 10 steps, and the accelerator's end."
+            "Six transformer layers of width 128 over 16 tokens, AdamW, 8 rows. Each layer is a "
+            f"unit. {_ONE_RANK}One block is 10 steps, until the accelerator has finished."
         ),
         targets=(("accelfn", 0.75),),
         rounds=12,
@@ -84,9 +87,9 @@ DEVICES = (
         module="zero",
         title="A step under DeepSpeed's ZeRO",
         how=(
-            "The same layers; by hand, DeepSpeed's engine is called as its tutorial has it, "
-            "without clipping, and each ratio is to that of the same stage. "
-            f"{_ONE_RANK}One block is 10 steps, and the accelerator's end."
+            "The same layers. The plain loop calls DeepSpeed's engine as in its tutorial, without "
+            "clipping, and each ratio is to the plain loop at the same stage. "
+            f"{_ONE_RANK}One block is 10 steps, until the accelerator has finished."
         ),
         targets=tuple((f"stage {stage}, accelfn", 1.05) for stage in (1, 2, 3)),
         rounds=8,
@@ -96,10 +99,11 @@ DEVICES = (
     Benchmark(
         name="offload",
         module="offload",
-        title="A forward pass of a model that lies elsewhere",
+        title="A forward pass of an offloaded model",
         how=(
-            "A decoder of 136 million parameters, 542 MB in float32, over 16 tokens; its layers "
-            "lie on the disk or on the host, and come to the accelerator to compute."
+            "A decoder with 136 million parameters (542 MB in float32), over 16 tokens. Its "
+            "layers are on the disk or in the host's memory, and are copied to the accelerator "
+            "to compute."
         ),
         targets=(("disk: accelfn", 1.0), ("host: accelfn", 1.0)),
         rounds=8,
