@@ -57,7 +57,7 @@ def test_raise_says_that_it_was_planned():
     """An error of no name in the plan is one that says so, and so is a class."""
     with pytest.raises(RuntimeError, match=r"planned fault: Raise\(rank=0, at=None"):
         simulate(1, three_sums, faults=[Raise(0)])
-    with pytest.raises(OSError, match=r"planned: .*error=OSError\)"):
+    with pytest.raises(OSError, match=r"planned fault: .*error=OSError\)"):
         simulate(1, three_sums, faults=[Raise(0, error=OSError)])
 
 
