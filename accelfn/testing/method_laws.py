@@ -749,7 +749,7 @@ def _loads_anywhere(subject: Subject) -> str | None:
                 other.resume_from(2, Path(folder))
             except Exception as error:  # noqa: BLE001 - any error breaks the law
                 return (
-                    f"a run saved on {subject.size} and loaded on {size} ranks raised"
+                    f"saved with {subject.size} and loaded with {size} ranks, the run raised"
                     f" {type(error).__name__}: {error} If slots differ between ranks, define"
                     " merge(slots, world) -> (weights, slot)."
                 )

@@ -1224,8 +1224,8 @@ def run_of(*transforms: Any) -> Subject:
 @pytest.mark.parametrize(
     ("planted", "told"),
     [
-        (NotOnFewer(), "on 2 and resumed on 1, the run raised ValueError: fewer"),
-        (NotOnMore(), "on 2 and resumed on 3, the run raised ValueError: more"),
+        (NotOnFewer(), "loaded with 1 ranks, the run raised ValueError: fewer"),
+        (NotOnMore(), "loaded with 3 ranks, the run raised ValueError: more"),
     ],
     ids=["fewer", "more"],
 )

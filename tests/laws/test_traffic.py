@@ -330,7 +330,7 @@ def test_other_calls_on_other_ranks_are_refused_by_name(size: int) -> None:
     alone = communication(partial(af.barrier, label="of a row"), ranks=[4])
     assert of_rows.seconds(link, ranks=8) == alone.seconds(link, ranks=4)
     refused(communication(hands_on), size, "send")
-    refused(communication(af.barrier, ranks=(2, 3)), size, "on 2 and 3 only")
+    refused(communication(af.barrier, ranks=(2, 3)), size, "only on 2 and 3 ranks")
 
 
 def dist_send(world: af.World) -> None:

@@ -139,7 +139,7 @@ def test_reductions_that_gloo_lacks_are_refused(op, dtype):
     def fn(world, group):
         dist.reduce(torch.ones(2).to(dtype), 0, op=op, group=group)
 
-    with pytest.raises(af.errors.ArgumentError, match=r"no \w+ in reduce of .*\(2,\)"):
+    with pytest.raises(af.errors.ArgumentError, match=r" \w+ in reduce .*\(2,\)"):
         on_ranks(2, fn)
 
 
@@ -155,7 +155,7 @@ def test_sparse_all_reduce():
 
     for got in on_ranks(3, fn):
         assert got.tolist() == [1, 2, 3]
-    with pytest.raises(af.errors.ArgumentError, match="no broadcast of .*sparse_coo"):
+    with pytest.raises(af.errors.ArgumentError, match="broadcast .*sparse_coo"):
         on_ranks(2, lambda _, group: dist.broadcast(torch.eye(2).to_sparse(), 0, group))
 
 

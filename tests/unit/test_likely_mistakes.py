@@ -328,7 +328,7 @@ def test_a_schedule_below_zero_is_refused():
     for batch in af.batches(state, until_epoch=1):
         state, _ = step(state, batch)
     with pytest.raises(
-        af.errors.ArgumentError, match=r"gave -0\.5 for update 3; .* 0 or more"
+        af.errors.ArgumentError, match=r"returned -0\.5 for update 3\. .* 0 or more"
     ):
         step(state, INPUTS)
 

@@ -195,7 +195,7 @@ def test_n8_learning_rates():
     state, _ = af.make_step(mean_loss)(state, ROWS)
     assert all(torch.equal(before.params[n], p) for n, p in state.params.items())
     wrong = create(schedule=lambda _: math.nan)
-    with pytest.raises(ArgumentError, match="schedule gave nan for update 0"):
+    with pytest.raises(ArgumentError, match="schedule returned nan for update 0"):
         af.make_step(mean_loss)(wrong, ROWS)
 
 
