@@ -84,12 +84,12 @@ def test_importing_the_package_loads_no_satellite():
 
 
 def test_plug_has_few_names_each_with_its_sentence():
-    """What satellites use of the kernel is at most 40 names, each under a comment."""
+    """What satellites use of the kernel is at most 41 names, each under a comment."""
     text = Path(plug.__file__).read_text(encoding="utf-8")
     imports = r"^    # (.*)\n    from \S+ import (\w+) as \2$"
     sentences = {name: said for said, name in re.findall(imports, text, re.MULTILINE)}
 
-    assert len(sentences) == text.count("\n    from ") <= 40
+    assert len(sentences) == text.count("\n    from ") <= 41
     assert {*dir(plug)} >= {*sentences}
     assert all(getattr(plug, name) is not None for name in sentences)
     for sentence in sentences.values():
