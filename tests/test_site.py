@@ -86,12 +86,20 @@ CODE = re.compile(r"(tests|accelfn)\b|.*\.(py|toml)\.md")
 QUIET = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"),
     *("--no-first-run", "--disable-background-networking", "--disable-sync"),
-    *("--disable-component-update", "--window-size=1300,900"),
-    *("--enable-logging=stderr", "--remote-debugging-port=0"),
+    *("--disable-component-update", "--enable-logging=stderr"),
 )
-PAGES = "", "reference/transforms/", "how-to/resume/"
+PAGES = (
+    *("", "install/", "tutorial/", "how-to/launch/", "how-to/precision/"),
+    *("reference/transforms/", "reference/world/", "reference/errors-training/"),
+)
+"""Pages with wide tables, tabs, pictures, long errors and signatures."""
+WIDTHS = 390, 1366
+SCREEN = 768
+LONGEST = 15
+"""Screens in a page."""
 PROBE = """<!DOCTYPE html><title>probe</title><body><script>
 const told = {pages: {}}, home = "/VERSION/";
+const pages = PAGES;
 const until = async (found) => {
   for (;;) {
     const it = found();
@@ -108,13 +116,18 @@ const within = (root) => [root, ...[...root.querySelectorAll("*")]
   .filter((each) => each.shadowRoot).flatMap((each) => within(each.shadowRoot))];
 const all = (root, what) => within(root).flatMap((each) => [...each.querySelectorAll(what)]);
 onload = async () => {
-  for (const page of PAGES) for (const width of [360, 1200]) {
-    const inside = (await shown(home + page, width)).contentDocument;
+  for (const page of pages) for (const width of WIDTHS) {
+    const frame = await shown(home + page, width), inside = frame.contentDocument;
+    const button = await until(() => !inside.querySelector(".highlight code")
+      || inside.querySelector(".md-code__button"));
     told.pages[page + " " + width] = {
       wide: inside.documentElement.scrollWidth - width,
+      screens: width > 1000 ? inside.documentElement.scrollHeight / SCREEN : 0,
+      button: button === true ? "" : inside.defaultView.getComputedStyle(button).color,
       text: inside.querySelector("article").innerText,
       back: inside.defaultView.getComputedStyle(inside.body).backgroundColor,
     };
+    frame.remove();
   }
   const front = (await shown(home, 1200)).contentDocument;
   told.copied = [...front.querySelectorAll(".highlight code")].map((code) => {
@@ -135,7 +148,8 @@ onload = async () => {
   told.found = found.map((each) => new URL(each.href).pathname);
   await fetch("/told", {method: "POST", body: JSON.stringify(told)});
 };
-</script>""".replace("PAGES", json.dumps(PAGES)).replace("VERSION", VERSION)
+</script>""".replace("VERSION", VERSION).replace("WIDTHS", json.dumps(WIDTHS))
+PROBE = PROBE.replace("SCREEN", str(SCREEN))
 
 
 class Page(HTMLParser):
@@ -325,12 +339,25 @@ def test_long_lists_are_not_searched(site):
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
 @pytest.mark.parametrize("scheme", ["dark", "light"])
 def test_a_browser_shows_the_site(site, tmp_path, scheme):
-    """Pages fit, wide and narrow; a search finds; copies have no prompts; nothing is wrong."""
-    told, said = browsed(site, tmp_path, scheme)
+    """Pages fit the screen, copy buttons show, a search finds, and copies have no prompts.
+
+    In the light scheme these are all pages for readers.
+    """
+    names = [
+        path.parent.relative_to(site).as_posix() for path in site.rglob("index.html")
+    ]
+    names = [
+        f"{name}/" for name in names if name != "." and not CODE.match(f"{name}.md")
+    ]
+    told, said = browsed(site, tmp_path, scheme, names if scheme == "light" else PAGES)
     assert re.findall(r".*CONSOLE.*", said) == []
     for name, page in told["pages"].items():
         assert page["wide"] <= 0, name
-        assert len(page["text"]) > 500, name
+        assert page["screens"] <= LONGEST, name
+        if page["button"]:
+            contrast = brightness(page["button"]) - brightness(page["back"])
+            assert abs(contrast) > 0.3, name
+        assert len(page["text"]) > 400, name
         assert (brightness(page["back"]) > 0.5) == (scheme == "light"), name
     assert f"/{VERSION}/reference/transforms-parallel/" in told["found"]
     assert told["versions"] == [f"/{VERSION}/", "/0.1.0/"]
@@ -340,7 +367,32 @@ def test_a_browser_shows_the_site(site, tmp_path, scheme):
     assert all(each.strip() for each in told["copied"])
 
 
-def browsed(site, folder, scheme):
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_take_pictures(site, tmp_path, scheme, width):
+    """Pictures of telling pages, in build/pictures, for a person to look at."""
+    folder = ROOT / "build/pictures"
+    folder.mkdir(parents=True, exist_ok=True)
+    for page in PAGES:
+        picture = (
+            folder
+            / f"{page.strip('/').replace('/', '-') or 'index'}-{width}-{scheme}.png"
+        )
+        picture.unlink(missing_ok=True)
+        command = [
+            *(BROWSER, *QUIET, f"--user-data-dir={tmp_path}", "--hide-scrollbars"),
+            f"--blink-settings=preferredColorScheme={int(scheme == 'light')}",
+            *(f"--window-size={width},3000", f"--screenshot={picture}"),
+            f"file://{site / page / 'index.html'}",
+        ]
+        subprocess.run(command, capture_output=True, check=True, timeout=HANGS)
+        head = picture.read_bytes()[:24]
+        assert int.from_bytes(head[16:20]) == width
+        assert picture.stat().st_size > 30_000, "the page is blank"
+
+
+def browsed(site, folder, scheme, pages):
     """Return what a browser tells of the site, and what it writes."""
     answers = queue.Queue()
 
@@ -353,7 +405,9 @@ def browsed(site, folder, scheme):
             self.send_response(204)
             self.end_headers()
 
-    (site.parent / "probe.html").write_text(PROBE)
+    (site.parent / "probe.html").write_text(
+        PROBE.replace("PAGES", json.dumps(list(pages)))
+    )
     serve = partial(Handler, directory=str(site.parent))
     log = folder / "said.txt"
     with (
@@ -364,6 +418,7 @@ def browsed(site, folder, scheme):
         chrome = subprocess.Popen(
             [
                 *(BROWSER, *QUIET, f"--user-data-dir={folder / 'profile'}"),
+                *("--window-size=1300,900", "--remote-debugging-port=0"),
                 f"--blink-settings=preferredColorScheme={int(scheme == 'light')}",
                 f"http://127.0.0.1:{server.server_port}/probe.html",
             ],
