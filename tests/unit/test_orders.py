@@ -167,9 +167,7 @@ MISFITS = {
 @pytest.mark.parametrize("what", MISFITS)
 def test_not_one_each(what):
     """Another number of weights, lengths or costs than samples is refused with both."""
-    with pytest.raises(
-        af.errors.DataError, match=f"1 {what} for a dataset of 10 samples"
-    ):
+    with pytest.raises(af.errors.DataError, match=f"1 {what} for 10 samples"):
         af.Data(X, **MISFITS[what])
 
 
