@@ -342,11 +342,11 @@ def mistakes(world: af.World, each: Trained) -> None:
         lambda: list(first.tensors.values()),
         lambda: first.map(torch.clone),
     ):
-        with pytest.raises(error, match="DeepSpeed holds these gradients"):
+        with pytest.raises(error, match="These gradients cannot be read"):
             look()
     assert repr(first).startswith("<Grads of 0 parameters")
     take(state, batch)
-    with pytest.raises(error, match="others were taken since"):
+    with pytest.raises(error, match="DeepSpeed no longer has these"):
         af.apply_grads(state, first)
     _, part = take(state, batch, sync=False)
     with pytest.raises(error, match="sync=True"):
@@ -355,7 +355,7 @@ def mistakes(world: af.World, each: Trained) -> None:
     with pytest.raises(error, match="sync=True"):
         af.sync_grads(state, part)
     _, whole = take(state, batch)
-    with pytest.raises(error, match="others were taken since"):
+    with pytest.raises(error, match="DeepSpeed no longer has these"):
         af.apply_grads(state, whole.with_tensors({"scale": torch.ones(())}))
     _, whole = take(state, batch)
     alone = tensors(af.apply_grads(state, whole))
@@ -363,7 +363,7 @@ def mistakes(world: af.World, each: Trained) -> None:
     state = stepped(each, each.state(world), 1)
     state.params["last.weight"].mul_(2)
     with pytest.raises(
-        af.errors.StateError, match=r"params, last\.weight were written"
+        af.errors.StateError, match=r"params: last\.weight were changed"
     ):
         stepped(each, state, 1)
     doubled = {**state.params, "last.weight": state.params["last.weight"] * 1}
@@ -371,7 +371,7 @@ def mistakes(world: af.World, each: Trained) -> None:
     assert not torch.equal(after["params.last.weight"], alone["params.last.weight"])
     state = stepped(each, each.state(world), 1)
     state.opt_state["bias"]["exp_avg"].zero_()
-    with pytest.raises(af.errors.StateError, match=r"opt_state, bias\.exp_avg were"):
+    with pytest.raises(af.errors.StateError, match=r"opt_state: bias\.exp_avg were"):
         stepped(each, state, 1)
     if each.engine.stage == 3:
         with pytest.raises(af.errors.LossError, match="had not gathered"):
@@ -383,7 +383,7 @@ def mistakes(world: af.World, each: Trained) -> None:
                 af.value_and_grad(loss)(each.state(world), batch)
         af.value_and_grad(_asking)(each.state(world), batch)
     with pytest.raises(
-        af.errors.UnusedParametersError, match=r"took no part.*: take af\.wrap_fsdp"
+        af.errors.UnusedParametersError, match=r"took no part.*Use af\.wrap_fsdp"
     ):
         af.value_and_grad(_first)(each.state(world), batch)
 
@@ -410,7 +410,7 @@ def orders(world: af.World, each: Trained) -> None:
             found.append(_common(tensors(state)))
         assert differences(*found, within=1e-6) == []
         return
-    told = r"rank 0 runs the model, rank 1 takes 'bias' by name"
+    told = r"rank 0 ran the model, rank 1 used the parameter 'bias' by name"
     _told_and_going_on(world, each, loss, af.errors.LossError, told)
 
 
@@ -422,10 +422,10 @@ def unused(world: af.World, each: Trained) -> None:
         made = net.blocks[0](net.first(batch[0])) if world.rank else net(batch[0])
         return made.square().mean()
 
-    missing = "of rank 0 none; of rank 1 scale, bias, blocks.1.layer.weight"
+    missing = "on rank 0 none; on rank 1 scale, bias, blocks.1.layer.weight"
     kind, told = af.errors.UnusedParametersError, missing
     if each.engine.stage == 3:
-        kind, told = af.errors.LossError, "rank 0 runs the model, rank 1 runs 'first'"
+        kind, told = af.errors.LossError, "rank 0 ran the model, rank 1 ran 'first'"
     _told_and_going_on(world, each, loss, kind, told, later=each.engine.stage < 3)
 
 
