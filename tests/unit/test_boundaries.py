@@ -526,7 +526,7 @@ def test_metrics_are_tracked_that_are_all_there_is(axes, tmp_path, *, is_all):
             if is_all:
                 tracker(metrics, 1)
             else:
-                with pytest.raises(af.errors.ArgumentError, match="this rank alone"):
+                with pytest.raises(af.errors.ArgumentError, match="of this rank only"):
                     tracker(metrics, 1)
 
     simulate(2, fn, axes=axes)
