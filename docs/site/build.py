@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the site: `python docs/site/build.py [FOLDER]`, by default into build/site.
 
-Pages of docs/ are taken as they are, but for four things. What they name of the repository
-beyond docs/, such as a test or an example, becomes a page of its own, so that every link
-leads somewhere; a session of Python is marked as one, so that copying leaves prompts out;
-the foot of a page says when its Python was run; and pages of signatures are made from the
-docstrings.
+The site has the pages of docs/, with these changes:
 
-What is to be published is FOLDER/site. The pages lie there in a folder of their version, and
-versions that were built into the same FOLDER before stay beside it, for a reader to choose.
+- Files of the repository that a page links to, such as tests, become pages.
+- Python sessions are marked, so that copying leaves out the prompts.
+- Named code blocks in a row become tabs. So does a diff.
+- The reference gets signatures and tables of arguments.
+- The foot of a page says when CI ran its Python code.
+
+Publish FOLDER/site. Each version has its own folder there, and readers can switch between the
+versions that were built into the same FOLDER.
 """
 
 import json
@@ -37,14 +39,14 @@ ELSEWHERE = {
     ROOT / "CHANGELOG.md": "changes.md",
     ROOT / "tests/laws/README.md": "law-tests.md",
 }
-"""Pages that are not in docs/, and what they are called on the site."""
+"""Pages outside docs/, and their places on the site."""
 PICTURES = {".svg", ".png"}
 OUT_OF_SEARCH = "---\nsearch:\n  exclude: true\n---\n"
 """Begins a page that the search leaves out."""
 LISTS = {"benchmarks.md", "changes.md", "law-tests.md"}
 """Long lists, which contain every word. The search leaves them out."""
 TO_NEWEST = '<!doctype html><meta http-equiv="refresh" content="0; url={}/">\n'
-"""What leads from the address of all versions to the newest one."""
+"""Redirects from the address of all versions to the newest version."""
 PARTS = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 HEADED_BLOCKS = re.compile(
     r"(?:^\*\*[^*\n]+\*\*\n\n```\w*\n(?:(?!```).*\n)*```\n\n?){2,}", re.MULTILINE
@@ -57,13 +59,13 @@ LINK = re.compile(r"(\[[^\]]*\])\(([^)\s#]+)(#[^)\s]*)?\)")
 
 @cache
 def sources() -> dict[Path, str]:
-    """Return every page that somebody wrote, with its place on the site."""
+    """Return the place on the site of every page in Markdown."""
     pages = {page: page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
     return {**pages, **ELSEWHERE}
 
 
 def build(folder: Path) -> Path:
-    """Build this version of the site into a folder, and return where all versions are."""
+    """Build this version of the site, and return the folder of all versions."""
     version, versions = package()["version"], folder / "site"
     pages = folder / "docs"
     for old in pages, versions / version:
@@ -99,7 +101,7 @@ def build(folder: Path) -> Path:
 
 
 def _list_versions(versions: Path) -> None:
-    """Write what the switch between versions reads, the newest first, and lead to that."""
+    """Write the list of versions, newest first, and a redirect to the newest."""
     there = (each.name for each in versions.iterdir() if each.is_dir())
     newest, *older = sorted(there, key=Version, reverse=True)
     listed = [
@@ -115,7 +117,7 @@ def _list_versions(versions: Path) -> None:
 
 
 def _config() -> str:
-    """Return the configuration, with what the package says of itself."""
+    """Return the configuration, with the version and addresses of the package."""
     config = tomllib.loads(CONFIG.read_text())
     version = package()["version"]
     config["project"]["copyright"] = f"accelfn {version}, Apache-2.0"
@@ -127,18 +129,18 @@ def _config() -> str:
 
 @cache
 def package() -> dict[str, Any]:
-    """Return what pyproject.toml says of the package."""
+    """Return the metadata of the package in pyproject.toml."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def address(what: str) -> str | None:
-    """Return one of the project's addresses, where it has one."""
+    """Return an address of the project, or None."""
     known = {key.lower(): url for key, url in package().get("urls", {}).items()}
     return known.get(what)
 
 
 def _page(source: Path, place: str, named: set[Path]) -> str:
-    """Return a page as the site has it, and add to `named` what it names of the code."""
+    """Return a page for the site, and add the files that it links to to `named`."""
     up = "../" * place.count("/")
 
     def leads(found: re.Match[str]) -> str:
@@ -187,7 +189,7 @@ def _tabs_of_diff(diff: re.Match[str]) -> str:
 
 
 def _text(source: Path) -> str:
-    """Return a page as Markdown, a notebook too."""
+    """Return a page or a notebook as Markdown."""
     text = source.read_text()
     if source.suffix != ".ipynb":
         return text
@@ -199,7 +201,7 @@ def _text(source: Path) -> str:
 
 
 def _place(path: Path) -> str:
-    """Return where the site has a file of the repository."""
+    """Return the place on the site of a file of the repository."""
     if path in sources():
         return sources()[path]
     if path.suffix in PICTURES:
@@ -208,9 +210,9 @@ def _place(path: Path) -> str:
 
 
 def _block(block: str) -> str:
-    """Return a block as the site has it.
+    """Return a code block for the site.
 
-    What draws Mermaid's diagrams would be fetched from elsewhere: their arrows stay text.
+    Diagrams stay text, because Mermaid's script would be loaded from another site.
     """
     if block.startswith("```python\n>>> "):
         return block.replace("```python", "```pycon", 1)
@@ -218,7 +220,7 @@ def _block(block: str) -> str:
 
 
 def _shown(path: Path) -> str:
-    """Return a page that shows a file, or what is in a folder."""
+    """Return a page with the text of a file, or with the names in a folder."""
     name = path.relative_to(ROOT).as_posix()
     hidden = "" if name.startswith("examples/") else OUT_OF_SEARCH
     if path.is_dir():

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the code of a page was run: the foot of each page, which no person writes.
+"""The foot of a page: when CI ran its Python code.
 
-CI runs every Python block of a page, and no commit lands for which one fails. So the commit
-that a page is built from says when its code was last seen to run, and what docs/compatibility.md
-and constraints.txt say of CI is what it ran on.
+CI runs every Python block of a page, and a commit lands only if all blocks pass. So the foot
+names the commit of the page, and the versions of Python and torch in docs/compatibility.md.
 """
 
 import re
@@ -19,7 +18,7 @@ FOOT = '\n<p class="last-run" data-search-exclude>{}</p>\n'
 
 
 def foot(text: str, version: str) -> str:
-    """Return what stands at the foot of a page of Markdown."""
+    """Return the foot of a page of Markdown."""
     if RUNS.search(text):
         python, torch = ci()
         said = f"CI ran the Python of this page on Python {python} and torch {torch}"
@@ -42,10 +41,7 @@ def ci() -> tuple[str, str]:
 
 @cache
 def commit() -> str:
-    """Return which commit the pages are of, where that can be known.
-
-    An sdist is of none; its version is all that it says.
-    """
+    """Return the commit of the pages, or nothing in an sdist."""
     if not (ROOT / ".git").exists() or not shutil.which("git"):
         return ""
     changed = ", and changes that CI has not seen" if _git("status", "--short") else ""
