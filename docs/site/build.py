@@ -74,23 +74,23 @@ def build(folder: Path) -> Path:
         if path.suffix in {*PICTURES, ".css"}:
             kept = path.relative_to(DOCS / "site" if path.suffix == ".css" else DOCS)
             _write(pages / kept, path.read_bytes())
-    named: set[Path] = set()
+    linked: set[Path] = set()
     for source, place in sources().items():
-        _write(pages / place, _page(source, place, named))
-    for path in sorted(named):
-        _write(pages / _place(path), _shown(path))
+        _write(pages / place, _page(source, place, linked))
+    for path in sorted(linked):
+        _write(pages / _place(path), _show_file(path))
     _write(folder / "zensical.toml", _config())
     command = "-m", "zensical", "build", "--strict", "--clean"
-    done = subprocess.run(  # noqa: S603 - the generator
+    result = subprocess.run(  # noqa: S603 - the generator
         [sys.executable, *command],
         cwd=folder,
         capture_output=True,
         text=True,
         check=False,
     )
-    said = done.stdout + done.stderr
-    if done.returncode or "arning" in said:
-        msg = f"Zensical is not content with {pages}:\n{said}"
+    output = result.stdout + result.stderr
+    if result.returncode or "arning" in output:
+        msg = f"Zensical warns about {pages}:\n{output}"
         raise SystemExit(msg)
     for page in (versions / version).rglob("*.html"):
         html = finish(page.read_text())
@@ -139,21 +139,21 @@ def address(what: str) -> str | None:
     return known.get(what)
 
 
-def _page(source: Path, place: str, named: set[Path]) -> str:
-    """Return a page for the site, and add the files that it links to to `named`."""
+def _page(source: Path, place: str, linked: set[Path]) -> str:
+    """Return a page for the site, and add the files that it links to to `linked`."""
     up = "../" * place.count("/")
 
-    def leads(found: re.Match[str]) -> str:
+    def rewrite_link(found: re.Match[str]) -> str:
         text, link, anchor = found[1], found[2], found[3] or ""
         if "://" in link:
             return found[0]
         target = (source.parent / link).resolve()
         if target not in sources() and target.suffix not in PICTURES:
-            named.add(target)
+            linked.add(target)
         return f"{text}({up}{_place(target)}{anchor})"
 
     text = "".join(
-        _block(part) if part.startswith("```") else LINK.sub(leads, part)
+        _block(part) if part.startswith("```") else LINK.sub(rewrite_link, part)
         for part in PARTS.split(_text(source))
     )
     text = HEADED_BLOCKS.sub(_tabs, DIFF.sub(_tabs_of_diff, text))
@@ -219,7 +219,7 @@ def _block(block: str) -> str:
     return block.replace("```mermaid\nflowchart TD\n", "```text\n")
 
 
-def _shown(path: Path) -> str:
+def _show_file(path: Path) -> str:
     """Return a page with the text of a file, or with the names in a folder."""
     name = path.relative_to(ROOT).as_posix()
     hidden = "" if name.startswith("examples/") else OUT_OF_SEARCH
