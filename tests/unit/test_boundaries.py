@@ -635,7 +635,7 @@ def test_an_image_with_a_number_of_no_colour_is_refused(bad: float, at: int) -> 
     """Wherever it is; NaN is neither below nor above."""
     image = torch.full((1, 2, 2), 0.5)
     image.view(-1)[at] = bad
-    with pytest.raises(af.errors.ArgumentError, match="'seen' is from"):
+    with pytest.raises(af.errors.ArgumentError, match="'seen' has values from"):
         tracker.pixels("seen", image)
 
 

@@ -377,7 +377,7 @@ def test_ranks_of_one_sample_are_not_split_between():
     """A sample's ranks would get parts of one another's; the axis itself can be meant."""
 
     def fn(world: af.World) -> tuple[list[int], list[int]]:
-        with pytest.raises(af.errors.ArgumentError, match=r"Give world\.batch"):
+        with pytest.raises(af.errors.ArgumentError, match=r"Pass world\.batch"):
             af.split_over_ranks([0, 1, 2, 3], world)
         parts = af.split_over_ranks([0, 1, 2, 3], world.batch)
         return parts, af.split_over_ranks([0, 1], world.along("cp"))
