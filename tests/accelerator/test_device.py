@@ -57,9 +57,7 @@ def test_a_world_is_on_the_accelerator_that_torch_sees():
     for asked in (None, NAME, f"{NAME}:0", DEVICE):
         assert af.World.single(device=asked).device == DEVICE
     for asked in (f"{NAME}:{devices.count()}", "mtia", "xpu:0"):
-        with pytest.raises(
-            af.errors.WorldError, match="needs the device .*torch finds"
-        ):
+        with pytest.raises(af.errors.WorldError, match="needs .*, but torch finds"):
             af.World.single(device=asked)
 
 
@@ -163,7 +161,7 @@ def test_each_simulated_rank_has_a_generator_of_its_own_on_the_device():
         af.errors.ArgumentError, match='also="processes", device=.*Gloo'
     ):
         simulate(2, run, device=NAME, also="processes")
-    with pytest.raises(af.errors.WorldError, match="xpu:0 needs the device"):
+    with pytest.raises(af.errors.WorldError, match="needs the device xpu:0"):
         simulate(2, run, device="xpu")
 
 

@@ -89,11 +89,7 @@ def test_gradients_made_by_hand_train_as_those_of_a_loss(
 @pytest.mark.parametrize(
     ("tensors", "weight", "words"),
     [
-        (
-            {"kernel": torch.ones(3, 1).double()},
-            1,
-            "'kernel', but no trained parameter",
-        ),
+        ({"kernel": torch.ones(3, 1).double()}, 1, "'kernel', but no trained"),
         ({"weight": torch.ones(3).double()}, 1, r"\(3,\).*\(3, 1\)"),
         ({"weight": [1.0]}, 1, "a dict from parameter names"),
         ({}, torch.ones(2), "expected a finite number"),

@@ -251,10 +251,7 @@ def test_equal_shapes_are_not_sent_first():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (
-            lambda t, w: af.all_reduce(t, w, "sum", weight=1),
-            "is only for weighted means",
-        ),
+        (lambda t, w: af.all_reduce(t, w, "sum", weight=1), "for weighted means"),
         (
             lambda t, w: af.all_reduce(t, w, "mean", bucket_cap_mb=1),
             "is only for weighted means",

@@ -107,7 +107,5 @@ def test_its_options(written):
 
 def test_what_is_wrong_is_told(written):
     """A method that takes other arguments than it is called with is refused by its name."""
-    with pytest.raises(
-        af.errors.ArgumentError, match="Wrong.grads: accelfn calls grads"
-    ):
+    with pytest.raises(af.errors.ArgumentError, match="Wrong.grads: accelfn calls"):
         exec(written["wrong"], written)  # noqa: S102

@@ -288,8 +288,7 @@ def test_what_ranks_call_takes_a_world():
     ):
         testing.check_step(step)
     with pytest.raises(
-        af.errors.CallError,
-        match="there is no argument schedules=; did you mean schedule=",
+        af.errors.CallError, match="no argument schedules=; did you mean schedule="
     ):
         simulate(2, print, schedules=[0])
 
@@ -389,10 +388,7 @@ def test_the_backward_pass_is_the_step_s(retain):
 def test_a_number_has_one_name():
     """What the loss reports is not overwritten by what a transform does."""
     state = create(af.clip_grad_norm(1.0))
-    with pytest.raises(
-        af.errors.LossError,
-        match="a transform of the setup both report a metric 'grad_norm'",
-    ):
+    with pytest.raises(af.errors.LossError, match="both report a metric 'grad_norm'"):
         af.make_step(lambda net, x: af.Loss(net(x).sum(), 8, grad_norm=3.0))(state, X)
 
 
@@ -411,13 +407,9 @@ def test_other_things_that_are_not_what_they_are_taken_for():
 
 def test_a_simulated_rank_has_its_world():
     """A test that forgets to pass it on would test nothing, and pass."""
-    with pytest.raises(
-        af.errors.WorldError, match="Use the World that you already have"
-    ):
+    with pytest.raises(af.errors.WorldError, match="Use the World that you"):
         simulate(2, lambda _: create(world=None))
-    with pytest.raises(
-        af.errors.WorldError, match="Use the World that you already have"
-    ):
+    with pytest.raises(af.errors.WorldError, match="Use the World that you"):
         simulate(2, lambda _: af.World.single())
 
 
