@@ -12,7 +12,7 @@ from functools import cache
 from html import escape
 from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import accelfn as af
@@ -218,15 +218,12 @@ def type_name(annotation: Any) -> str:
 def _default(value: Any) -> str:
     if inspect.isroutine(value) or isinstance(value, type):
         return str(getattr(value, "__name__", value))
+    if isinstance(value, MappingProxyType):
+        value = dict(value)
     text = repr(value)
-    is_made = " at 0x" in text or text == "NOTHING"
-    return (
-        "..."
-        if is_made
-        else _MODULES.sub("", text)
-        if text.startswith("accelfn")
-        else text
-    )
+    if " at 0x" in text or text == "NOTHING":
+        return "..."
+    return _MODULES.sub("", text) if text.startswith("accelfn") else text
 
 
 def _arguments(value: Any, sentences: Mapping[str, str] | None = None) -> str:
