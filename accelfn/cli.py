@@ -10,9 +10,10 @@ import select
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from accelfn import __version__
+from accelfn.base.arguments import find_hint
 from accelfn.errors import CheckpointError, Error, LaunchError
 from accelfn.launching.machines import Plan
 from accelfn.launching.script import describe_plan, launch_script, say
@@ -50,16 +51,29 @@ class _Parser(argparse.ArgumentParser):
         """Parse arguments; exit with one line that suggests the nearest known option."""
         result, unknown = super().parse_known_args(args, namespace)
         for word in unknown:
+            option = word.partition("=")[0]
+            name = option.replace("_", "-")
+            advice = find_hint(self.prog, name)
             if not word.startswith("-"):
-                self.error(f"unexpected argument {word!r}")
-            name = word.partition("=")[0].replace("_", "-")
+                self.error(
+                    f"unexpected argument {word!r}" + (f"; {advice}" if advice else "")
+                )
             names = [string for act in self._actions for string in act.option_strings]
             close = difflib.get_close_matches(name, names, n=1)
-            advice = f"did you mean {close[0]}" if close else f"see {self.prog} --help"
-            end = "?" if close else "."
-            option = word.partition("=")[0]
-            self.exit(2, f"{self.prog}: unknown option {option}; {advice}{end}\n")
+            if advice is None:
+                advice = (
+                    f"did you mean {close[0]}?" if close else f"see {self.prog} --help."
+                )
+            self.exit(2, f"{self.prog}: unknown option {option}; {advice}\n")
         return result, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Exit; say what to write instead of a command that does not exist."""
+        word = message.partition("invalid choice: '")[2].partition("'")[0]
+        advice = f"write accelfn launch {word}" if word.endswith(".py") else None
+        if advice := advice or find_hint("accelfn command", word):
+            self.exit(2, f"accelfn: there is no command {word!r}; {advice}\n")
+        super().error(message)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -350,8 +364,8 @@ def _say_whose(args: Sequence[str], script: str) -> None:
     options = [word for word in args if word.partition("=")[0] in flags]
     if options:
         say(
-            f"{script} itself gets {' and '.join(options)}. Put options of accelfn before the"
-            " script."
+            f"{script} gets {' and '.join(options)}, because it comes after the script. If it"
+            f" is for accelfn, write accelfn launch {options[0]} ... {script}."
         )
 
 

@@ -17,7 +17,7 @@ import stat
 import sys
 import tomllib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeGuard, TypeVar, cast
@@ -97,7 +97,8 @@ def _explain_missing(
 def _raise_hint(kind: str, operation: str) -> Callable[..., NoReturn]:
     def refuse(*_: object) -> NoReturn:
         hint = find_hint(kind, f"__{operation}__")
-        msg = f"A {kind} cannot be indexed or iterated over: {hint}."
+        done = "called" if operation == "call" else "indexed or iterated over"
+        msg = f"A {kind} cannot be {done}: {hint}."
         raise CallError(msg)
 
     return refuse
@@ -107,7 +108,7 @@ def readonly(kind: str, hint: str | None = None) -> Callable[..., NoReturn]:
     """Return a `__setattr__` that raises an error with the code to write instead."""
 
     def refuse(self: object, name: str, *_: object) -> NoReturn:
-        advice = hint or find_hint(kind, "__setattr__")
+        advice = hint or find_hint(kind, f"{name}=") or find_hint(kind, "__setattr__")
         msg = f"A {kind} is immutable, so you cannot set its {name}: {advice}."
         raise RecordError(msg, obj=type(self))
 
@@ -512,6 +513,10 @@ def _describe_mismatch(
     by_position = [param.name for param in params if param.kind is not _BY_NAME]
     has_rest = any(param.kind is param.VAR_POSITIONAL for param in params)
     if len(args) > len(by_position) and not has_rest:
+        surplus = args[len(by_position) :]
+        is_mistaken = any(map(_is_torchs, args)) or not all(map(_is_plain, surplus))
+        if is_mistaken and (advice := find_hint("calls", name)):
+            return f"{begin} {advice}."
         return f"{begin} {_suggest_keywords(name, args, by_position, names)}"
     return f"{begin} {error}. Write {_usage(name, params)}."
 
@@ -575,6 +580,11 @@ def _usage(name: str, params: list[inspect.Parameter]) -> str:
 
 def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _is_torchs(value: object) -> bool:
+    """Whether a value is a module, an optimizer, or parameters of a module."""
+    return isinstance(value, (torch.nn.Module, torch.optim.Optimizer, Iterator))
 
 
 def _format_argument(value: object) -> str:

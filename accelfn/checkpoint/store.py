@@ -491,6 +491,7 @@ class CheckpointStore:
         """
         self._wait(None)
 
+    @explain_call_errors
     def restore(
         self, state: States, *, step: int | None = None, allow: Sequence[str] = ()
     ) -> States:

@@ -155,6 +155,11 @@ def _absence(world: World, label: str, heard: Mapping[int, Standing]) -> str:
         summary = f"{_list_standings(absent)}."
     elif silent:
         summary = f"{named(silent)} {_GONE}. {_LOOK}"
+    elif astray:
+        return (
+            f"{_list_standings(astray)}: the ranks make different calls. Make this call on every"
+            " rank: is it inside `if world.is_main:`?"
+        )
     else:
         summary = (
             "no rank failed: a rank arrived after the timeout, or a connection broke."

@@ -236,7 +236,8 @@ def collate_samples(
     except Exception as error:
         error.add_note(
             "This error was raised when accelfn made a batch of the samples at dataset indices"
-            f" {format_indices(indices)}."
+            f" {format_indices(indices)}. If samples differ in size, pad them in a function of"
+            " your own: af.Data(collate=fn), which gets the list of samples."
         )
         raise
 

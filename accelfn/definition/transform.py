@@ -659,7 +659,10 @@ def _apply(self: Transform, state: State) -> State:
     """Return the state with this transform added to its setup; `state` is unchanged."""
     train_state: Any = state
     if not hasattr(train_state, "with_setup"):
-        msg = f"{self!r}({state!r}): expected a TrainState, as in state = transform(state)."
+        msg = (
+            f"A setup takes a TrainState, got {type(state).__name__}. Pass the model and the setup"
+            " to TrainState.create(model=..., optimizer=..., setup=setup)."
+        )
         raise ArgumentError(msg)
     return train_state.with_setup(chain(train_state.setup, self))
 
@@ -806,9 +809,11 @@ def _flatten(transforms: tuple[object, ...]) -> Iterator[Transform]:
         elif is_transform(owner) and not isinstance(owner, type):
             yield cast("Transform", owner)
         else:
-            hint = f" Write {owner.__name__}(...)." if isinstance(owner, type) else ""
+            hint = " Write setup=af.chain(af.shard_data(), af.wrap_ddp())."
+            if isinstance(owner, type):
+                hint = f" Call it: af.{owner.__name__}(...)."
             if isinstance(owner, (list, tuple)):
-                hint = " Write af.chain(*transforms)."
+                hint = " Write setup=af.chain(*transforms)."
             msg = f"af.chain: argument {position} is {owner!r}, not a transform.{hint}"
             raise CompositionError(msg)
 

@@ -147,8 +147,8 @@ def _check(script: str, *, module: bool) -> None:
         msg = f"{script!r} is a directory; pass a Python script, or -m and a module."
     else:
         msg = (
-            f"there is no file {script!r} in {Path.cwd()}; "
-            "pass a Python script, or -m and a module."
+            f"there is no file {script!r} in {Path.cwd()}; name a Python script without"
+            " `python` before it, or a module after -m."
         )
     raise LaunchError(msg)
 

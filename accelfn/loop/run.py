@@ -383,7 +383,7 @@ def _by_period(actions: object) -> dict[Period, tuple[Action, ...]]:
         if not (isinstance(period, epochs) or is_integer(period, 1)):
             msg = (
                 f"af.run(actions={{{period!r}: ...}}): expected each key to be a number of"
-                " updates or af.epochs(n)."
+                " updates or af.epochs(n). Write actions={100: fn, af.epochs(1): other_fn}."
             )
             raise ArgumentError(msg)
         if not all(callable(action) for action in sequence):

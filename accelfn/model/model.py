@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelfn.base import draws
-from accelfn.base.arguments import call_mismatch
+from accelfn.base.arguments import call_mismatch, find_hint
 from accelfn.base.tree import is_wrapper
 from accelfn.errors import Error, ModelError, OptimizerError, StateError
 
@@ -84,21 +84,19 @@ def _note(instance: object) -> tuple[str, str]:
 
 def _model_error(instance: object, name: str) -> ModelError:
     kind, state = _note(instance)
+    advice = find_hint("model", name) or find_hint("model", "otherwise")
     return ModelError(
         f"{kind}.{name}: you passed this {kind} to TrainState.create, and its tensors now belong"
-        f" to the state {state!r}. Write `with af.borrow_model(state) as model:` for a module,"
-        " af.full_params(state) for the weights, or af.export_model(state, path) for files."
-        " Set modes, hooks and requires_grad_ before create, or use state.with_trainable. To"
-        " keep your model, pass copy.deepcopy(model) to create."
+        f" to the state {state!r}. {advice}."
     )
 
 
 def _optimizer_error(instance: object, name: str) -> OptimizerError:
     kind, state = _note(instance)
+    advice = find_hint("optimizer", name) or find_hint("optimizer", "otherwise")
     return OptimizerError(
         f"{kind}.{name}: you passed this {kind} to TrainState.create, and the state {state!r}"
-        " has a copy of it. Use af.make_step for updates, read state.lrs and state.opt_state,"
-        " and choose learning rates with schedule= or with the method hyper of a transform."
+        f" has a copy of it. {advice}."
     )
 
 

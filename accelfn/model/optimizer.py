@@ -722,10 +722,15 @@ def _check_owned(
     params = _all_params(optimizer)
     shapes = [tuple(param.shape) for param in params if id(param) not in names]
     if shapes:
-        why = " Pass the model instance with these parameters, or an optimizer factory."
+        kind = type(optimizer).__name__
+        advice = (
+            f"Pass the model that it was made for, or a factory, functools.partial({kind}, ...)."
+            if given_ready
+            else "A factory gets the model's named parameters as its argument. Use these."
+        )
         msg = (
-            f"{type(optimizer).__name__} has {len(shapes)} parameters that the model does not"
-            f" have (shapes {shapes[:5]}).{why if given_ready else ''}"
+            f"TrainState.create(optimizer={kind}): it has {len(shapes)} parameters of another"
+            f" model (shapes {shapes[:5]}). {advice}"
         )
         raise OptimizerError(msg)
     ids = set(map(id, params))

@@ -40,6 +40,7 @@ from accelfn.world import World
 # (`WeightedSum`), and divided once, at the end.
 
 
+@explain_call_errors
 @attrs.frozen(init=False)
 class Loss:
     """A loss as a total and its weight, for losses other than a plain mean over samples.

@@ -40,7 +40,7 @@ from accelfn.model.model import ModelSource, check_params, give_away, seal_optim
 from accelfn.model.optimizer import OptimizerSource, place_opt_state, trained_names
 from accelfn.schedules.factors import Schedule
 from accelfn.state.beginning import begin, begin_slots, restart_slots
-from accelfn.state.results import Lease
+from accelfn.state.results import Lease, Metrics
 from accelfn.state.update import (
     Skips,
     Update,
@@ -693,8 +693,9 @@ def check_state(call: str, value: object) -> None:
     if isinstance(value, TrainState):
         return
     hint = ""
-    if isinstance(value, tuple) and any(isinstance(item, TrainState) for item in value):
-        hint = " A step returns two things: state, metrics = step(state, batch)."
+    is_pair = isinstance(value, tuple) and any(isinstance(v, TrainState) for v in value)
+    if is_pair or isinstance(value, Metrics):
+        hint = " A step returns two values: state, metrics = step(state, batch)."
     elif isinstance(value, (nn.Module, Mapping)):
         hint = (
             " Pass the state that TrainState.create(model=..., optimizer=...) returns, which"

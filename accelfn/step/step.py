@@ -242,9 +242,8 @@ _UNFINISHED = (
 )
 _DONATED = (
     "This state was passed to the step of update {update}, which updated its tensors in place."
-    " Continue with the state that the step returned; if you no longer have it, call"
-    " af.salvage(state). To keep the old state, call state.copy() before the step, or"
-    " step(state, batch, donate=False)."
+    " Continue with the state that the step returned: state, metrics = step(state, batch). To"
+    " keep this state too, call state.copy() before, or step(state, batch, donate=False)."
 )
 
 

@@ -237,12 +237,7 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
     if all(
         call_mismatch(loss_fn, *(None,) * number, **keywords) for number in _ARGUMENTS
     ):
-        error = call_mismatch(loss_fn, None, None, **keywords)
-        msg = (
-            f"loss_fn={loss_fn!r}: accelfn calls it as loss_fn(model, batch, *extras), but it does"
-            f" not accept these arguments: {error}. Define it as def loss_fn(model, batch): ..."
-        )
-        raise ArgumentError(msg) from error
+        raise ArgumentError(_explain_parameters(loss_fn, "*extras"))
     if count is not None and not callable(count):
         msg = f"count={count!r}: expected a function that counts a batch, or None."
         raise ArgumentError(msg)
@@ -262,6 +257,13 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
         setup, cache = state.definition.setup, state.definition.cache
         if ref(compute) not in cache.examined:
             engine_of(state)
+            own_extras = (*extras, None) if count is not None else extras
+            is_plain = not (setup.owners["loss"] or setup.owners["value_and_grad"])
+            if is_plain and call_mismatch(
+                loss_fn, None, batch, *own_extras, **keywords
+            ):
+                passed = (type(extra).__name__ for extra in extras)
+                raise LossError(_explain_parameters(loss_fn, *passed))
             examine_call(state, batch)
             cache.add_examined(compute)
         if count is not None:
@@ -275,6 +277,17 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
         return outer(state, batch, *extras, into=into, sync=sync)
 
     return compute
+
+
+def _explain_parameters(loss_fn: LossFunction, *extras: str) -> str:
+    name = getattr(loss_fn, "__name__", "")
+    name = name if name.isidentifier() else "loss_fn"
+    passed = ", ".join(("model", "batch", *extras))
+    return (
+        f"loss_fn={qualname(loss_fn)}: a step calls it as loss_fn({passed}), but its parameters"
+        f" are {signature(loss_fn)}. Write def {name}(model, batch):, use this model, and unpack"
+        " the batch inside: inputs, targets = batch."
+    )
 
 
 def _is_torchs(loss_fn: object) -> bool:
@@ -496,7 +509,10 @@ def _reject_batch(state: TrainState, start: Cursor) -> NoReturn:
     raise BatchError(msg)
 
 
-_TAKEN = "A step already used this batch, or it is from an older state's af.batches."
+_TAKEN = (
+    "Its update was taken before, or it is from an older state's af.batches. To train on one"
+    " batch again and again, pass step(state, batch.value)."
+)
 _LOST = (
     "The loop skipped a batch, or did not keep the state of the last update. Write state,"
     " metrics = step(state, batch), or state = af.apply_grads(state, grads)."

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelfn import World
+from accelfn.base.arguments import explain_call_errors
 from accelfn.errors import TrackingError
 from accelfn.track.tracker import (
     IMAGES,
@@ -64,6 +65,7 @@ class _TensorBoard:
         self.backend.close()
 
 
+@explain_call_errors
 def tensorboard(
     directory: str | Path, *, world: World, step: int | None = None
 ) -> Tracker:
@@ -122,6 +124,7 @@ class _Wandb:
         self.backend.finish(exit_code=int(failed))
 
 
+@explain_call_errors
 def wandb(
     project: str,
     *,
@@ -223,6 +226,7 @@ def _check(reply: object, name: str) -> None:
         raise TrackingError(msg)
 
 
+@explain_call_errors
 def comet(
     project: str,
     *,
@@ -308,6 +312,7 @@ class _MLflow:
         self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
 
 
+@explain_call_errors
 def mlflow(
     experiment: str,
     *,

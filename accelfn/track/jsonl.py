@@ -19,6 +19,7 @@ from typing import Any, cast
 import attrs
 
 from accelfn import World
+from accelfn.base import arguments
 from accelfn.errors import ArgumentError, TrackingError
 from accelfn.plug import system
 from accelfn.track.tracker import (
@@ -109,6 +110,7 @@ def _length_of_lines(handle: int) -> int:
     return 0
 
 
+@arguments.explain_call_errors
 def jsonl(path: str | Path, *, world: World, step: int | None = None) -> Tracker:
     """Create a tracker that appends records to a text file, one line of JSON per record.
 

@@ -684,6 +684,7 @@ def _keep(log: dict[str, dict[int, Any]], values: Mapping[str, Any], step: int) 
         log.setdefault(name, {})[step] = value
 
 
+@arguments.explain_call_errors
 def in_memory(*, world: World) -> Tracker:
     """Create a tracker that keeps values in memory, by name and step.
 

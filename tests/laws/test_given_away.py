@@ -113,7 +113,7 @@ def test_a_model_that_was_given_raises(
     state = trained(af.TrainState.create(model=model, optimizer=make), updates)
     with pytest.raises(
         af.errors.ModelError,
-        match=r"passed this .* to TrainState.create.*af.borrow_model",
+        match=r"passed this .* to TrainState.create.*state 'state'\. \w",
     ):
         (USES[use] if use in USES else lambda each: getattr(each, use))(given)
     other = trained(af.TrainState.create(model=copied, optimizer=make), updates)

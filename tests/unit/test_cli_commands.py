@@ -161,7 +161,7 @@ def test_what_is_launched_is_what_was_said(monkeypatch):
     )
     code, _, said = answer("launch", *words)
     assert (code, len(said)) == (3, 1)
-    assert "train itself gets --nproc=9. Put options of" in said[0]
+    assert "write accelfn launch --nproc=9 ... train." in said[0]
     assert given == [("train", ["--lr=1", "--nproc=9"], 2, True, 1)]
     code, _, said = answer("test", "--nproc", "4")
     assert (code, said) == (3, [])

@@ -54,6 +54,7 @@ RECORDS = {
     for record in (
         *(STATE, BATCH, DATA, GRADS, WORLD, CHAIN, METRICS, af.batches(STATE)),
         af.CheckpointStore(tempfile.mkdtemp()),
+        af.borrow_model(STATE),
         af.track.in_memory(world=WORLD),
     )
 }
@@ -171,6 +172,10 @@ UNPACKED = {
     "setup[0]": (lambda: CHAIN[0], r"setup\.transforms"),
     "batches[0]": (lambda: af.batches(STATE)[0], r"next\(iter\(af\.batches"),
     "model(batch)": (lambda: nn.Linear(3, 1)(BATCH), "not a tensor: .* batch.value"),
+    "model(batch) without with": (
+        lambda: af.borrow_model(STATE)(X),
+        r"cannot be called: write `with af\.borrow_model\(state\) as model:`",
+    ),
     "relu(batch)": (lambda: torch.relu(BATCH), "not a tensor: .* batch.value"),
 }
 
@@ -194,7 +199,8 @@ def test_a_data_of_data():
 def test_a_function_takes_a_model_and_a_batch(fn):
     """A loss or a measure that cannot be called so is refused before any update."""
     with pytest.raises(
-        af.errors.ArgumentError, match=r"loss_fn\(model, batch, \*extras\)"
+        af.errors.ArgumentError,
+        match=r"loss_fn\(model, batch, \*extras\), but its parameters",
     ):
         af.make_step(fn)
     for use in (af.evaluate, lambda *given: next(af.predict(*given))):
@@ -204,7 +210,11 @@ def test_a_function_takes_a_model_and_a_batch(fn):
         af.errors.LossError, match="missing a required argument: '_teacher'"
     ):
         af.evaluate(STATE, DATA, lambda _model, _batch, _teacher: 1.0)
-    af.make_step(lambda _model, _batch, _teacher, _weight: 1.0)
+    step = af.make_step(lambda _model, _batch, _teacher, _weight: 1.0)
+    with pytest.raises(
+        af.errors.LossError, match=r"calls it as loss_fn\(model, batch\)"
+    ):
+        step(STATE, BATCH)
     for of_torch in (nn.MSELoss(), nn.functional.mse_loss):
         with pytest.raises(
             af.errors.ArgumentError, match="function of torch, which gets outputs"
@@ -302,7 +312,31 @@ CALLS = {
     ),
     "a model to a transform": (
         lambda: af.wrap_ddp(nn.Linear(1, 1)),
-        r"af\.wrap_ddp\(<Linear>\): no argument can be passed by position",
+        r"af\.wrap_ddp\(<Linear>\): a transform takes no model\. .*create\(model=\.\.\., setup=",
+    ),
+    "an optimizer to make_step": (
+        lambda: af.make_step(loss_fn, torch.optim.SGD([X], lr=0.1)),
+        r"<SGD>\): a step gets the model and the optimizer from the state",
+    ),
+    "two tensors": (
+        lambda: af.Data(X, Y, global_batch_size=4),
+        r"af\.Data\(\(inputs, targets\), global_batch_size=\.\.\.\)",
+    ),
+    "parameters to a transform": (
+        lambda: af.clip_grad_norm(nn.Linear(1, 1).parameters(), 1.0),
+        r"a transform takes no parameters",
+    ),
+    "an optimizer to a schedule": (
+        lambda: af.schedules.warmup_cosine(torch.optim.SGD([X], lr=0.1), 10, 100),
+        r"a schedule takes no optimizer",
+    ),
+    "a directory alone": (
+        lambda: af.load("run/c"),
+        r"Write state = af\.load\(state, directory\), with a new state of TrainState",
+    ),
+    "a loss without a weight": (
+        lambda: af.Loss(X.sum()),
+        r"Write af\.Loss\(total, weight",
     ),
     "nothing to say": (lambda: af.shard_data(4), r"Pass these by name: name="),
     "local_sgd": (lambda: af.local_sgd(8), r"Write af\.local_sgd\(sync_every=8\)"),
@@ -312,7 +346,7 @@ CALLS = {
     ),
     "create by position": (
         lambda: af.TrainState.create(nn.Linear, None),
-        "no argument can be passed by position. Pass these by name: model=, optimizer=",
+        r"pass each by its name: af\.TrainState\.create\(model=\.\.\., optimizer=\.\.\.,",
     ),
     "create without": (
         lambda: af.TrainState.create(model=nn.Linear),

@@ -393,7 +393,7 @@ def test_a_number_has_one_name():
 
 
 def test_other_things_that_are_not_what_they_are_taken_for():
-    with pytest.raises(af.errors.ArgumentError, match="expected a TrainState, as in"):
+    with pytest.raises(af.errors.ArgumentError, match="A setup takes a TrainState"):
         af.ema(0.9)(af.World.single(device="cpu"))
     with pytest.raises(af.errors.ArgumentError, match="expected a class"):
         af.transform(loss_fn)
