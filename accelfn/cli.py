@@ -55,23 +55,18 @@ class _Parser(argparse.ArgumentParser):
             name = option.replace("_", "-")
             advice = find_hint(self.prog, name)
             if not word.startswith("-"):
-                self.error(
-                    f"unexpected argument {word!r}" + (f"; {advice}" if advice else "")
-                )
+                self.error(f"unexpected argument {word!r}; {advice or 'see --help.'}")
             names = [string for act in self._actions for string in act.option_strings]
             close = difflib.get_close_matches(name, names, n=1)
-            if advice is None:
-                advice = (
-                    f"did you mean {close[0]}?" if close else f"see {self.prog} --help."
-                )
+            near = f"did you mean {close[0]}?" if close else f"see {self.prog} --help."
+            advice = advice or near
             self.exit(2, f"{self.prog}: unknown option {option}; {advice}\n")
         return result, unknown
 
     def error(self, message: str) -> NoReturn:
         """Exit; say what to write instead of a command that does not exist."""
         word = message.partition("invalid choice: '")[2].partition("'")[0]
-        advice = f"write accelfn launch {word}" if word.endswith(".py") else None
-        if advice := advice or find_hint("accelfn command", word):
+        if advice := find_hint("accelfn command", word.rpartition(".")[2]):
             self.exit(2, f"accelfn: there is no command {word!r}; {advice}\n")
         super().error(message)
 

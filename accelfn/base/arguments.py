@@ -97,8 +97,7 @@ def _explain_missing(
 def _raise_hint(kind: str, operation: str) -> Callable[..., NoReturn]:
     def refuse(*_: object) -> NoReturn:
         hint = find_hint(kind, f"__{operation}__")
-        done = "called" if operation == "call" else "indexed or iterated over"
-        msg = f"A {kind} cannot be {done}: {hint}."
+        msg = f"A {kind} cannot be indexed or iterated over: {hint}."
         raise CallError(msg)
 
     return refuse

@@ -659,10 +659,8 @@ def _apply(self: Transform, state: State) -> State:
     """Return the state with this transform added to its setup; `state` is unchanged."""
     train_state: Any = state
     if not hasattr(train_state, "with_setup"):
-        msg = (
-            f"A setup takes a TrainState, got {type(state).__name__}. Pass the model and the setup"
-            " to TrainState.create(model=..., optimizer=..., setup=setup)."
-        )
+        kind = type(state).__name__
+        msg = f"A setup takes a TrainState, got {kind}: write TrainState.create(setup=setup)."
         raise ArgumentError(msg)
     return train_state.with_setup(chain(train_state.setup, self))
 
@@ -809,9 +807,7 @@ def _flatten(transforms: tuple[object, ...]) -> Iterator[Transform]:
         elif is_transform(owner) and not isinstance(owner, type):
             yield cast("Transform", owner)
         else:
-            hint = " Write setup=af.chain(af.shard_data(), af.wrap_ddp())."
-            if isinstance(owner, type):
-                hint = f" Call it: af.{owner.__name__}(...)."
+            hint = f" Write {owner.__name__}(...)." if isinstance(owner, type) else ""
             if isinstance(owner, (list, tuple)):
                 hint = " Write setup=af.chain(*transforms)."
             msg = f"af.chain: argument {position} is {owner!r}, not a transform.{hint}"

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from accelfn.base import devices, draws, tree
-from accelfn.base.arguments import advise
+from accelfn.base.arguments import advise, read_hints
 from accelfn.base.devices import on_host
 from accelfn.base.tree import cut_axes, is_shard, local
 from accelfn.collectives.packed import all_gather_list, all_reduce_
@@ -68,9 +68,9 @@ class Doctor:
     ) -> None:
         """Initialize with the first state, the engine's module and its torch optimizers."""
         data = state.data
-        self._modules = Counters.of(module.named_modules(), _OF_MODULES)
+        self._modules = Counters.of(module.named_modules(), "counting-modules")
         named = (("", optimizer) for optimizer in optimizers)
-        self._optimizers = Counters.of(named, _OF_OPTIMIZERS)
+        self._optimizers = Counters.of(named, "counting-optimizers")
         self._left_out = None if data is None or data.collate is None else LeftOut()
         self._last_value: list[Any] | None = None if data is None else []
         ranks = state.world.along("tp")
@@ -149,7 +149,12 @@ class Doctor:
             if state.num_tried and before and not all(map(is_, before, leaves)):
                 self._last_value = None
                 if state.world.is_main:
-                    advise(_OF_VALUES)
+                    advise(_advice_of("values"))
+
+
+def _advice_of(key: str) -> str:
+    """Return the text of a warning in `hints.toml`."""
+    return read_hints()["first updates"][key]
 
 
 def _advise_row_count(samples: Samples) -> None:
@@ -174,23 +179,7 @@ def _advise_token_weights(batch: Any) -> None:
     """Warn if labels are ignored in a Transformers model's own mean over tokens."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if isinstance(labels, torch.Tensor) and bool((labels == _IGNORED).any()):
-        advise(
-            "A Transformers model's own loss is the mean over the labels that are not -100,"
-            " but accelfn weights it by the number of samples. So training depends on how"
-            " samples are divided among ranks and micro-batches. Return"
-            " af.Loss(model(**batch).loss * kept, kept) instead, with kept ="
-            " (batch['labels'][:, 1:] != -100).sum(), or without [:, 1:] if the model does not"
-            " shift labels."
-        )
-
-
-_OF_VALUES = (
-    "step(state, batch) gets values that are not from af.batches(state), so the state stays at"
-    " the start of its data, a resumed run reads the data again, and af.shard_data() does not"
-    " split the values. Write `for batch in af.batches(state, until_epoch=...):`, and pass the"
-    " batch itself, with other values as extras: step(state, batch, noise). If you use your"
-    " own loader on purpose, create the state without data=."
-)
+        advise(_advice_of("transformers-loss"))
 
 
 # Checks at the first call of a loss function: a loaded state that was dropped, and batches that
@@ -232,35 +221,21 @@ def _advise_of_batch(state: TrainState, batch: Any) -> str | None:
     if not isinstance(batch, Batch):
         # if the state has data, the doctor warns about values
         is_asked = is_sharded and state.data is None
-        return _SAME.format(size) if is_asked and _is_alike(batch, state) else None
+        return (
+            _advice_of("same").format(size)
+            if is_asked and _is_alike(batch, state)
+            else None
+        )
     has_all = sum(weight or 0 for weight in batch.weights) == batch.num_samples > 1
     # each rank has its own stream
     is_own = state.data is not None and state.data.sharded
     if batch.start is None or not has_all or is_own:
         return None
     if is_sharded:
-        return _UNCUT.format(batch.num_samples, size)
-    return _UNSHARDED.format(size) if definition.cache.has_same_data else None
-
-
-_SAME = (
-    "step(state, batch) got the same value on all {0} ranks, so each rank trains on all"
-    " samples: {0} times the work for the result of one rank. af.shard_data() splits only"
-    " batches of af.batches: use TrainState.create(data=af.Data(dataset,"
-    " global_batch_size=...)), and write `for batch in af.batches(state, until_epoch=...):`."
-    " Or give each rank its part: af.split_over_ranks(value, world)."
-)
-_UNCUT = (
-    "This batch is not split: its {} samples are all on this rank, although af.shard_data()"
-    " divides batches among {} ranks. The batch belongs to another state, or to a loop that"
-    " started before the setup changed. Write `for batch in af.batches(state):` with the state"
-    " that you train, created with world= and setup=."
-)
-_UNSHARDED = (
-    "No transform of the setup splits batches: each of the {0} ranks trains on all samples of"
-    " every batch, which is {0} times the work for the result of one rank. Add af.shard_data()"
-    " to the setup, as in af.chain(af.shard_data(), af.wrap_ddp())."
-)
+        return _advice_of("uncut").format(batch.num_samples, size)
+    return (
+        _advice_of("unsharded").format(size) if definition.cache.has_same_data else None
+    )
 
 
 def _is_alike(value: Any, state: TrainState) -> bool:
@@ -454,7 +429,7 @@ class Counters:
             if _counts(values := [value, *(row.get((path, name)) for row in later)])
         }
         if counts:
-            advise(self._advice.format(_format_counts(counts)))
+            advise(_advice_of(self._advice).format(_format_counts(counts)))
         return False
 
 
@@ -507,18 +482,6 @@ def _format_counts(counts: dict[str, list[Any]]) -> str:
     )
 
 
-_OF_MODULES = (
-    "While the loss function ran, {}. Attributes of a module are not part of the state: they"
-    " are not saved, a resumed run starts them again, and copies of the state share them. Use"
-    " a buffer instead: register_buffer('name', torch.tensor(0))."
-)
-_OF_OPTIMIZERS = (
-    "While the optimizer stepped, {}. Attributes of an optimizer are not part of the state:"
-    " they are not saved, and a resumed run starts them again. Keep the number in a parameter"
-    " group, group['name'], or in self.state[param]: these are saved."
-)
-
-
 # Find leaves of a loss's graph that do not belong to the state, such as a criterion's
 # parameters.
 
@@ -554,13 +517,7 @@ def _warn_of_untrained(params: list[nn.Parameter]) -> None:
         raise LossError(msg)
     shapes = [tuple(param.shape) for param in params]
     if shapes:
-        advise(
-            f"The loss depends on parameters of shapes {shapes[:5]} that do not belong to the model"
-            " that the loss function gets, so no step trains them. Make a criterion with"
-            " parameters a submodule of the model, or use model.parameters() of the loss"
-            " function's model, not of the model that you passed to TrainState.create. If they"
-            " should not be trained, use af.snapshot_model(state), or call requires_grad_(False)."
-        )
+        advise(_advice_of("untrained").format(shapes[:5]))
 
 
 def _leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:

@@ -397,14 +397,9 @@ def read_loss(result: Any, loss_fn: Callable[..., Any], samples: Samples) -> Rea
         return ReadLoss(
             result.total, weight, is_mean=False, sums=sums, is_finite=finite
         )
-    advice = (
-        "Leave out .item(), and return the tensor."
-        if isinstance(result, float)
-        else "To report more numbers, return af.Loss(total, weight, name=other_total)."
-    )
     msg = (
-        f"{qualname(loss_fn)} returned a {type(result).__name__}. Return the loss alone: a scalar"
-        f" tensor, the mean over the samples. {advice}"
+        f"{qualname(loss_fn)} returned a {type(result).__name__}. Return the loss alone, a scalar"
+        " tensor without .item(), or with more numbers af.Loss(total, weight, name=total)."
     )
     raise LossError(msg)
 

@@ -86,7 +86,10 @@ def launch(
         >>> launch(2, lambda world, x: x + world.rank, 10)
         [10, 11]
     """
-    _check(size, fn, args, device=device, timeout=timeout)
+    _check(size, fn, device=device, timeout=timeout)
+    if error := arguments.call_mismatch(fn, None, *args):
+        msg = f"af.launch({size}, fn, *args) calls fn(world, *args): {error}. Write def fn(world):"
+        raise ArgumentError(msg)
     sizes = None if axes is None else arithmetic.resolve_axes("af.launch", axes, size)
     name, num_ranks = asked_size(os.environ)
     if num_ranks > 1:
@@ -107,9 +110,7 @@ def launch(
         return [_result(folder, rank) for rank in range(size)]
 
 
-def _check(
-    size: object, fn: object, args: tuple[Any, ...], *, device: object, timeout: object
-) -> None:
+def _check(size: object, fn: object, *, device: object, timeout: object) -> None:
     """Reject arguments that every rank would reject."""
     if callable(size):
         msg = (
@@ -123,14 +124,6 @@ def _check(
         raise ArgumentError(msg)
     if not callable(fn):
         msg = f"af.launch({size}, {fn!r}): expected a function, fn(world, *args)."
-        raise ArgumentError(msg)
-    if arguments.call_mismatch(fn, None, *args):
-        name, params = arguments.qualname(fn), arguments.signature(fn)
-        msg = (
-            f"af.launch({size}, {name}): each rank calls it with its world first and then"
-            f" {len(args)} arguments, but its parameters are {params}. Write"
-            f" def {name}(world, ...)."
-        )
         raise ArgumentError(msg)
     arguments.check_seconds("af.launch", "timeout", timeout)
     _check_device(device, size)

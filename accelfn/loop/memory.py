@@ -27,13 +27,8 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 
-from accelfn.base import devices, tree
-from accelfn.base.arguments import (
-    check_integer,
-    explain_call_errors,
-    format_bytes,
-    text_as_html,
-)
+from accelfn.base import arguments, devices, tree
+from accelfn.base.arguments import check_integer, format_bytes, text_as_html
 from accelfn.base.tree import Pending, computes_on, is_shard, local
 from accelfn.collectives.failures import check_world, naming, wake
 from accelfn.collectives.packed import all_gather_list, barrier
@@ -566,7 +561,7 @@ _SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_
 """Words in out-of-memory errors of the CPU's allocators (2 and 3), CUDA, cuBLAS and cuDNN."""
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 def find_batch_size(fn: Callable[[int, World], R], start: int, world: World) -> R:
     """Call `fn(batch_size, world)` with start, start/2, ... until the batch size fits in memory.
 

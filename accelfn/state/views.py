@@ -2,14 +2,14 @@
 """Get modules, parameters and random numbers from a state."""
 
 from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Literal, NoReturn, TypeAlias
 
 import torch
 from torch import nn
 
 from accelfn.base import draws
-from accelfn.base.arguments import check_word, explain_call_errors, hint_attributes
+from accelfn.base.arguments import check_word, explain_call_errors
 from accelfn.base.draws import own_modes
 from accelfn.base.tree import copy_on_write, local
 from accelfn.collectives.replicas import gather_full
@@ -76,30 +76,14 @@ def params_at(
     raise ArgumentError(msg)
 
 
-@hint_attributes("call")
-class BorrowedModel(AbstractContextManager[nn.Module]):
-    """The context manager of `borrow_model`: the module is lent in its `with` block."""
-
-    def __init__(self, block: AbstractContextManager[nn.Module]) -> None:
-        """Take the context manager that lends the module."""
-        self._block = block
-
-    def __enter__(self) -> nn.Module:
-        """Lend the module."""
-        return self._block.__enter__()
-
-    def __exit__(self, *error: object) -> bool | None:
-        """Empty the module."""
-        return self._block.__exit__(*error)
-
-
 @explain_call_errors
+@contextmanager
 def borrow_model(
     state: TrainState,
     *,
     at: Literal["train", "eval"] | None = None,
     gather: bool = False,
-) -> AbstractContextManager[nn.Module]:
+) -> Generator[nn.Module]:
     """Use the state's parameters and buffers in a module, inside a `with` block.
 
     The module is a new instance with the state's own tensors, in training mode; call `.eval()`
@@ -122,13 +106,6 @@ def borrow_model(
     Cost:
         2 ms for 100 layers; no tensor is copied.
     """
-    return BorrowedModel(_lend_model(state, at=at, gather=gather))
-
-
-@contextmanager
-def _lend_model(
-    state: TrainState, *, at: Literal["train", "eval"] | None, gather: bool
-) -> Generator[nn.Module]:
     check_state("af.borrow_model(state)", state)
     params = params_at(state, "af.borrow_model(state)", at)
     if state.definition.layout is not None:

@@ -237,7 +237,8 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
     if all(
         call_mismatch(loss_fn, *(None,) * number, **keywords) for number in _ARGUMENTS
     ):
-        raise ArgumentError(_explain_parameters(loss_fn, "*extras"))
+        error = call_mismatch(loss_fn, None, None, **keywords)
+        raise ArgumentError(_wrong_parameters(loss_fn, error)) from error
     if count is not None and not callable(count):
         msg = f"count={count!r}: expected a function that counts a batch, or None."
         raise ArgumentError(msg)
@@ -258,12 +259,7 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
         if ref(compute) not in cache.examined:
             engine_of(state)
             own_extras = (*extras, None) if count is not None else extras
-            is_plain = not (setup.owners["loss"] or setup.owners["value_and_grad"])
-            if is_plain and call_mismatch(
-                loss_fn, None, batch, *own_extras, **keywords
-            ):
-                passed = (type(extra).__name__ for extra in extras)
-                raise LossError(_explain_parameters(loss_fn, *passed))
+            _check_extras(loss_fn, setup, own_extras, keywords)
             examine_call(state, batch)
             cache.add_examined(compute)
         if count is not None:
@@ -279,15 +275,22 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
     return compute
 
 
-def _explain_parameters(loss_fn: LossFunction, *extras: str) -> str:
-    name = getattr(loss_fn, "__name__", "")
-    name = name if name.isidentifier() else "loss_fn"
-    passed = ", ".join(("model", "batch", *extras))
+def _wrong_parameters(loss_fn: LossFunction, error: TypeError | None) -> str:
     return (
-        f"loss_fn={qualname(loss_fn)}: a step calls it as loss_fn({passed}), but its parameters"
-        f" are {signature(loss_fn)}. Write def {name}(model, batch):, use this model, and unpack"
-        " the batch inside: inputs, targets = batch."
+        f"loss_fn={qualname(loss_fn)}: accelfn calls it as loss_fn(model, batch, *extras): {error}."
+        " Write def loss_fn(model, batch):, use this model, and inputs, targets = batch in it."
     )
+
+
+def _check_extras(
+    loss_fn: LossFunction,
+    setup: Any,
+    extras: Sequence[Any],
+    keywords: Mapping[str, None],
+) -> None:
+    error = call_mismatch(loss_fn, None, None, *extras, **keywords)
+    if error and not (setup.owners["loss"] or setup.owners["value_and_grad"]):
+        raise LossError(_wrong_parameters(loss_fn, error))
 
 
 def _is_torchs(loss_fn: object) -> bool:

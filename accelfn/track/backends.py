@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from accelfn import World
-from accelfn.base.arguments import explain_call_errors
 from accelfn.errors import TrackingError
 from accelfn.track.tracker import (
     IMAGES,
@@ -65,7 +64,6 @@ class _TensorBoard:
         self.backend.close()
 
 
-@explain_call_errors
 def tensorboard(
     directory: str | Path, *, world: World, step: int | None = None
 ) -> Tracker:
@@ -124,7 +122,6 @@ class _Wandb:
         self.backend.finish(exit_code=int(failed))
 
 
-@explain_call_errors
 def wandb(
     project: str,
     *,
@@ -226,7 +223,6 @@ def _check(reply: object, name: str) -> None:
         raise TrackingError(msg)
 
 
-@explain_call_errors
 def comet(
     project: str,
     *,
@@ -312,7 +308,6 @@ class _MLflow:
         self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
 
 
-@explain_call_errors
 def mlflow(
     experiment: str,
     *,

@@ -59,7 +59,7 @@ def refused(capsys, *words):
             "launch --mixed_precision bf16",
             '; write af.autocast("bf16") in the setup of the script.',
         ),
-        ("x.py", "there is no command 'x.py'; write accelfn launch x.py"),
+        ("x.py", "there is no command 'x.py'; write accelfn launch train.py."),
         ("merge-weights a b", "; write accelfn checkpoint export DIR OUT."),
     ],
 )
@@ -80,7 +80,7 @@ def test_an_unexpected_word_shows_the_usage_of_its_subcommand(capsys):
         main(["env", "more"])
     err = capsys.readouterr().err
     assert err.startswith("usage: accelfn env ")
-    assert err.endswith("accelfn env: error: unexpected argument 'more'\n")
+    assert err.endswith("accelfn env: error: unexpected argument 'more'; see --help.\n")
 
 
 def test_the_command_line_comes_before_the_file_before_the_default(capsys):
