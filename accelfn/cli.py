@@ -58,8 +58,10 @@ class _Parser(argparse.ArgumentParser):
                 self.error(f"unexpected argument {word!r}; {advice or 'see --help.'}")
             names = [string for act in self._actions for string in act.option_strings]
             close = difflib.get_close_matches(name, names, n=1)
-            near = f"did you mean {close[0]}?" if close else f"see {self.prog} --help."
-            advice = advice or near
+            suggestion = (
+                f"did you mean {close[0]}?" if close else f"see {self.prog} --help."
+            )
+            advice = advice or suggestion
             self.exit(2, f"{self.prog}: unknown option {option}; {advice}\n")
         return result, unknown
 

@@ -156,8 +156,8 @@ def _absence(world: World, label: str, heard: Mapping[int, Standing]) -> str:
     elif silent:
         summary = f"{named(silent)} {_GONE}. {_LOOK}"
     elif astray:
-        same = "Make this call on every rank: is it inside `if world.is_main:`?"
-        return f"{_list_standings(astray)}: the ranks make different calls. {same}"
+        advice = "Make this call on every rank: is it inside `if world.is_main:`?"
+        return f"{_list_standings(astray)}: the ranks make different calls. {advice}"
     else:
         summary = (
             "no rank failed: a rank arrived after the timeout, or a connection broke."

@@ -723,10 +723,10 @@ def _check_owned(
     shapes = [tuple(param.shape) for param in params if id(param) not in names]
     if shapes:
         kind = type(optimizer).__name__
-        use = "Pass its model" if given_ready else "Use the factory's argument"
+        advice = "Pass its model" if given_ready else "Use the factory's argument"
         msg = (
             f"TrainState.create(optimizer={kind}): it has {len(shapes)} parameters of another"
-            f" model (shapes {shapes[:5]}). {use}, or write functools.partial({kind}, lr=...)."
+            f" model (shapes {shapes[:5]}). {advice}, or write functools.partial({kind}, lr=...)."
         )
         raise OptimizerError(msg)
     ids = set(map(id, params))

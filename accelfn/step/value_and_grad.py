@@ -513,7 +513,7 @@ def _reject_batch(state: TrainState, start: Cursor) -> NoReturn:
 
 
 _TAKEN = (
-    "Its update was taken before, or it is from an older state's af.batches. To train on one"
+    "A step already used this batch, or it is from an older state's af.batches. To train on one"
     " batch again and again, pass step(state, batch.value)."
 )
 _LOST = (

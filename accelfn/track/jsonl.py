@@ -19,9 +19,8 @@ from typing import Any, cast
 import attrs
 
 from accelfn import World
-from accelfn.base import arguments
 from accelfn.errors import ArgumentError, TrackingError
-from accelfn.plug import system
+from accelfn.plug import arguments, system
 from accelfn.track.tracker import (
     MOST_STEPS,
     Pixels,

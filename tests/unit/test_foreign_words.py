@@ -315,21 +315,9 @@ CALLS = {
         lambda: af.Data(X, Y, global_batch_size=4),
         r"af\.Data\(\(inputs, targets\), global_batch_size=\.\.\.\)",
     ),
-    "parameters to a transform": (
-        lambda: af.clip_grad_norm(nn.Linear(1, 1).parameters(), 1.0),
-        r"a transform takes no parameters",
-    ),
-    "an optimizer to a schedule": (
-        lambda: af.schedules.warmup_cosine(torch.optim.SGD([X], lr=0.1), 10, 100),
-        r"a schedule takes no optimizer",
-    ),
     "a directory alone": (
         lambda: af.load("run/c"),
         r"Write state = af\.load\(state, directory\), with a new state of TrainState",
-    ),
-    "a loss without a weight": (
-        lambda: af.Loss(X.sum()),
-        r"Write af\.Loss\(total, weight",
     ),
     "nothing to say": (lambda: af.shard_data(4), r"Pass these by name: name="),
     "local_sgd": (lambda: af.local_sgd(8), r"Write af\.local_sgd\(sync_every=8\)"),
