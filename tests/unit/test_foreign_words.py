@@ -312,8 +312,8 @@ CALLS = {
         r"<SGD>\): a step gets the model and the optimizer from the state",
     ),
     "two tensors": (
-        lambda: af.Data(X, Y, global_batch_size=4),
-        r"af\.Data\(\(inputs, targets\), global_batch_size=\.\.\.\)",
+        lambda: af.Data(X, Y, shuffle=True),
+        r"af\.Data\(\(inputs, targets",
     ),
     "a directory alone": (
         lambda: af.load("run/c"),
