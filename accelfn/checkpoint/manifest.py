@@ -732,7 +732,10 @@ def _read_bytes(
         with files.open_plain(path) as stream:
             size = stream.seek(0, 2)
             if size > _LARGEST:
-                msg = f"{path} has {size} bytes, but a manifest has at most {_LARGEST}."
+                msg = (
+                    f"{path} is damaged, or accelfn did not write it: it has {size} bytes, and"
+                    f" accelfn never writes more than {_LARGEST}. Load another checkpoint."
+                )
                 raise CheckpointCorruptError(msg)
             stream.seek(0)
             return stream.read()

@@ -381,8 +381,9 @@ def _refuse(call: dict[str, Any], outline: str, world: World) -> NoReturn:
     ]
     rows = {rank: _row(*row) for rank, row in enumerate(calls)}
     msg = (
-        f"Rank {world.rank} of {world.size}: the ranks call different collectives. The calls"
-        f" differ in {', '.join(differing)}. No rank has started its call.\n{table(rows)}"
+        f"Rank {world.rank} of {world.size}: the ranks' calls do not match in"
+        f" {', '.join(differing)}. All ranks must make the same calls in the same order. No data"
+        f" was exchanged. The call of each rank:\n{table(rows)}"
     )
     raise CollectiveMismatchError(msg)
 

@@ -544,8 +544,9 @@ def _serialize(value: Any, *, pickle: bool) -> bytes:
         return _PICKLED + _pickle.dumps(value)
     except Exception as error:  # an object's own pickle method may raise any error
         msg = (
-            f"pickle=True: a {type(value).__name__} cannot be pickled: {error}. Pass an object"
-            " that pickle supports, such as a dict, or a function defined in a module."
+            f"pickle=True: pickle cannot write this {type(value).__name__}, or a value in it:"
+            f" {error}. Remove or replace that value. Define functions and classes at the top"
+            " level of a module."
         )
         raise PlainDataError(msg) from error
 

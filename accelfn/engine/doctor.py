@@ -567,11 +567,11 @@ def reject_frozen(
         params[name].requires_grad_()
     if frozen:
         msg = (
-            f"The loss function set requires_grad=False on {len(frozen)} parameters that the"
-            f" state trains: {_list_names(frozen)}. Freeze them outside the loss function: call"
+            "The loss function set requires_grad=False on parameters that the state trains:"
+            f" {_list_names(frozen)}. Freeze them outside the loss function: call"
             " requires_grad_(False) in the function that makes the model, or write state ="
-            " state.with_trainable(lambda name, param: ...), which returns True for parameters"
-            " to train."
+            " state.with_trainable(f), where f(name, param) returns True for each parameter to"
+            " train."
         )
         raise LossError(msg)
 
@@ -589,14 +589,14 @@ def reject_unused(names: Iterable[str], *, are_held: bool) -> NoReturn:
     """
     names = list(names)
     options = (
-        "Use af.wrap_fsdp(find_unused_parameters=True), add them to the loss times 0, as in `+"
-        " 0 * net.head.weight.sum()`,"
+        "DeepSpeed has no option for this. Use af.wrap_fsdp(find_unused_parameters=True) instead"
+        " of DeepSpeed, use them with factor 0, as in `loss + 0 * net.head.weight.sum()`,"
         if are_held
         else "Pass find_unused_parameters=True to af.wrap_ddp or af.wrap_fsdp,"
     )
     msg = (
-        f"{len(names)} parameters took no part in the loss: {_list_names(names)}. Other ranks"
-        f" would wait for their gradients. {options} or freeze them with requires_grad_(False)."
+        f"Parameters took no part in the loss: {_list_names(names)}. Other ranks would wait for"
+        f" their gradients. {options} or freeze them with requires_grad_(False)."
     )
     raise UnusedParametersError(msg)
 

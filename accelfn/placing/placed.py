@@ -309,7 +309,16 @@ def _values(
         old = named[name]
         value = values.get(id(old))
         if value is None or not isinstance(old, nn.Parameter):
-            msg = f"{weights}: {name} has no values in the model, and none can be read for it."
+            problem = (
+                "parameter {} is on the meta device, and no file has a tensor of this name. Pass"
+                " the folder with this model's weights"
+                if isinstance(old, nn.Parameter)
+                else "buffer {} is on the meta device, and the files can fill only parameters"
+                " there. Create the model under af.empty_weights(), which gives buffers values"
+            )
+            msg = (
+                f"af.on_devices(weights={str(weights)!r}): the {problem.format(name)}."
+            )
             raise CheckpointError(msg)
         new = value.tensor
         if (new.shape, new.dtype) != (old.shape, old.dtype):

@@ -195,16 +195,16 @@ class DeviceMap:
                     [] if device != self.computes else _at_once(self._offloaded_units())
                 )
                 coming = (
-                    f", with room for {arguments.format_bytes(_coming(guests))} of offloaded units"
-                    f" that compute there ({', '.join(unit.shown for unit in guests)})"
+                    f", of which {arguments.format_bytes(_coming(guests))} are for offloaded"
+                    f" units while they compute ({', '.join(unit.shown for unit in guests)})"
                     if guests
                     else ""
                 )
                 msg = (
                     f"af.plan_devices(budgets={{{device!r}: ...}}):"
-                    f" {arguments.format_bytes(budget)}"
-                    f" is too small. The device needs {arguments.format_bytes(need)}{coming}."
-                    " Units are never split."
+                    f" a budget of {arguments.format_bytes(budget)} is too small. The device"
+                    f" needs {arguments.format_bytes(need)}{coming}. Increase the budget: accelfn"
+                    " never splits a unit."
                 )
                 raise ArgumentError(msg)
 

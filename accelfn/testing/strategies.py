@@ -405,7 +405,8 @@ def _is_floating(_owner: object, _field: object, value: object) -> None:
     dtype = getattr(torch, str(value), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         msg = (
-            f'Net(dtype={value!r}): expected a floating-point dtype, such as "float32".'
+            f"Net(dtype={value!r}): expected the name of a floating-point dtype as a string,"
+            ' such as "float32".'
         )
         raise ArgumentError(msg)
 

@@ -194,7 +194,7 @@ ALONE = {
     r"The tensor for rank 1 is \(3,\) float32; expected \(2,\) float32\.": lambda g: (
         dist.all_gather([x(), x(3)], x(), g)
     ),
-    r"contiguous tensor with 2 times as many elements as \(2,\) float32, got \(3,\)": lambda g: (
+    r"contiguous float32 with 4 elements \(2 ranks, 2 each\), got \(3,\)": lambda g: (
         dist.all_gather_single(x(3), x(), g)
     ),
     r"got \(2, 2\) float32 with strides \(1, 2\)": lambda g: dist.all_gather_single(

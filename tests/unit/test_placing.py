@@ -68,7 +68,7 @@ def test_a_block_is_no_part_of_another_whose_number_it_begins_with(tmp_path):
         ),
         (
             {"cpu": 100, "disk": "."},
-            r"100 B is too small.*128 B of offloaded units.*\(embed \+ head\)",
+            r"100 B is too small.*128 B are for offloaded units.*\(embed \+ head\)",
         ),
         ({"cpu": "1 apple"}, r"'1 apple'.*expected an integer number of bytes"),
         ({"cpu": 0}, "expected an integer number of bytes"),
@@ -220,8 +220,16 @@ def test_what_is_no_module_is_not_placed(call, tmp_path):
 WEIGHTS = {
     "of another dtype": ("blocks.1.bias", lambda t: t.half(), "float16 tensor of sh"),
     "of another shape": ("blocks.1.bias", lambda t: t[:2].clone(), r"shape \(2,\) in"),
-    "missing": ("blocks.1.bias", lambda _: None, "blocks.1.bias has no values in"),
-    "of a tie": ("embed.weight", lambda _: None, "embed.weight has no values in"),
+    "missing": (
+        "blocks.1.bias",
+        lambda _: None,
+        "parameter blocks.1.bias is on the meta",
+    ),
+    "of a tie": (
+        "embed.weight",
+        lambda _: None,
+        "parameter embed.weight is on the meta",
+    ),
 }
 
 

@@ -325,12 +325,14 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def _parts(self, full: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
         """Return views of one tensor: one view per rank, each with the shape of `like`."""
-        fits = full.numel() == self._size * like.numel() and full.dtype is like.dtype
+        count = self._size * like.numel()
+        fits = full.numel() == count and full.dtype is like.dtype
         if not fits or not full.is_contiguous():
+            kind = str(like.dtype).removeprefix("torch.")
             msg = (
-                f"Expected a contiguous tensor with {self._size} times as many elements as"
-                f" {collectives.format_tensor(like)}, got {collectives.format_tensor(full)}"
-                f" with strides {full.stride()}."
+                f"The tensor for all ranks must be contiguous {kind} with {count} elements"
+                f" ({self._size} ranks, {like.numel()} each), got"
+                f" {collectives.format_tensor(full)} with strides {full.stride()}."
             )
             raise ArgumentError(msg)
         return list(full.detach().view(self._size, *like.shape))

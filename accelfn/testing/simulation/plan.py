@@ -157,8 +157,8 @@ class Plan:
             if isinstance(fault, Crash) and fault.returns is not None and not elastic:
                 msg = (
                     f"simulate({size}, faults=[{fault!r}]): a rank can return only if the other"
-                    " ranks continue without it. Pass elastic=1, the smallest number of ranks that"
-                    " may continue."
+                    " ranks continue without it. Pass elastic=n, so that the run continues while n"
+                    " ranks or more are left, such as elastic=1."
                 )
                 raise ArgumentError(msg)
 
