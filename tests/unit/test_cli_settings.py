@@ -55,12 +55,7 @@ def refused(capsys, *words):
         ),
         ("--foo env", "accelfn: unknown option --foo; see accelfn --help."),
         ("launch --multi_gpu x.py", " or --nproc auto for one rank on each GPU."),
-        (
-            "launch --mixed_precision bf16",
-            '; write af.autocast("bf16") in the setup of the script.',
-        ),
         ("x.py", "there is no command 'x.py'; write accelfn launch train.py."),
-        ("merge-weights a b", "; write accelfn checkpoint export DIR OUT."),
     ],
 )
 def test_an_unknown_option_is_one_line(capsys, words, said):
