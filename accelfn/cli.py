@@ -116,7 +116,7 @@ def _add_traffic(commands: Any) -> None:
     )
 
 
-_SHORT = {"nproc": "-n"}  # the same letter as mpirun and srun
+_SHORT = {"nproc": "-n"}  # mpirun and srun use the same letter
 
 
 def _add_launching(commands: Any) -> None:
@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(argv)
         finally:
-            sys.stdout.flush()  # now, because an error at the interpreter's end is too late
+            sys.stdout.flush()  # errors at interpreter exit cannot be handled
     except BrokenPipeError:
         if not _reader_left():
             raise
@@ -266,7 +266,7 @@ def _reader_left() -> bool:
     ):  # the output is an object of this process, without a file descriptor
         return False
     asks = select.poll()
-    asks.register(out, 0)  # poll always reports errors
+    asks.register(out, 0)  # an empty event mask: poll reports errors anyway
     if not asks.poll(0):
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), out)
@@ -294,7 +294,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _replay(words: argparse.Namespace) -> int:
-    from accelfn.testing.plugin import replay  # noqa: PLC0415  takes seconds, rarely needed
+    from accelfn.testing.plugin import replay  # noqa: PLC0415  slow, rarely needed
 
     sys.path.insert(0, "")  # so that modules in the current directory can be imported
     replay(words.directory)
@@ -302,11 +302,11 @@ def _replay(words: argparse.Namespace) -> int:
 
 
 def _checkpoint(words: argparse.Namespace) -> int:
-    from accelfn.launching import commands  # noqa: PLC0415  as above
-    from accelfn.track.tracker import bar_of_bytes  # noqa: PLC0415  as above
+    from accelfn.launching import commands  # noqa: PLC0415  rarely needed
+    from accelfn.track.tracker import bar_of_bytes  # noqa: PLC0415  rarely needed
 
     options = {k: v for k, v in vars(words).items() if k not in ("command", "act")}
-    if words.act in ("verify", "export"):  # these read all files of a checkpoint
+    if words.act in ("verify", "export"):  # both read all files of a checkpoint
         options["bar"] = bar_of_bytes
     try:
         rows, code = getattr(commands, words.act)(**options)
@@ -317,7 +317,7 @@ def _checkpoint(words: argparse.Namespace) -> int:
 
 
 def _traffic(words: argparse.Namespace) -> int:
-    from accelfn.testing.traffic import foresee  # noqa: PLC0415  as above
+    from accelfn.testing.traffic import foresee  # noqa: PLC0415  rarely needed
 
     options = {k: v for k, v in vars(words).items() if k != "command"}
     sys.stdout.writelines(f"{row}\n" for row in foresee(**options))
@@ -356,7 +356,7 @@ def _launch(words: argparse.Namespace) -> int:
 
 
 def _say_whose(args: Sequence[str], script: str) -> None:
-    """Warn if options of accelfn are after the script's name, where the script gets them."""
+    """Warn about accelfn's options after the script's name, which the script receives."""
     flags = [flag(name) for name in OPTIONS]
     options = [word for word in args if word.partition("=")[0] in flags]
     if options:
@@ -385,7 +385,7 @@ def _num_processes(nproc: int | str) -> int:
 
 
 def _config(words: argparse.Namespace) -> int:
-    from accelfn.launching.settings import configure  # noqa: PLC0415  as above
+    from accelfn.launching.settings import configure  # noqa: PLC0415  rarely needed
 
     file = configure(words.config, words.assignments, default=words.default)
     sys.stdout.write(f"{file} contains:\n{file.read_text(encoding='utf-8')}")
@@ -393,7 +393,7 @@ def _config(words: argparse.Namespace) -> int:
 
 
 def _env(words: argparse.Namespace) -> int:
-    from accelfn.launching.commands import describe  # noqa: PLC0415  as above
+    from accelfn.launching.commands import describe  # noqa: PLC0415  rarely needed
 
     sys.stdout.write(describe(find(words.config), as_json=words.as_json))
     return 0

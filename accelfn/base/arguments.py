@@ -83,7 +83,7 @@ def _explain_missing(
 ) -> Callable[[Any, str], Any]:
     def explain(self: object, name: str) -> Any:
         try:
-            return missing(self, name)  # raises Python's error, or that of a property
+            return missing(self, name)  # raises Python's error, or a property's error
         except AttributeError:
             hint = None if name.startswith("_") else find_hint(kind, name)
             if hint is None:
@@ -200,7 +200,7 @@ def check_word(call: str, name: str, value: object, what: str) -> None:
         call: the call that has the argument.
         name: the argument's name.
         value: the argument's value.
-        what: the argument's meaning, for the error.
+        what: a description of the argument for the error message, such as "a name".
 
     Raises:
         ArgumentError: the value is not text, is empty, or has half of a surrogate pair.
@@ -220,7 +220,8 @@ def check_integer(
         name: the argument's name.
         value: the argument's value.
         least: the smallest valid value.
-        what: the argument's meaning for the error, such as "a number of updates".
+        what: a description of the argument for the error message, such as "a number of
+            updates".
 
     Raises:
         ArgumentError: the value is not such an integer.
@@ -263,7 +264,7 @@ def integer(least: int, what: str | None = None, *, within: str = "af.") -> Vali
 
     Args:
         least: the smallest valid value.
-        what: the field's meaning for the error.
+        what: a description of the field for the error message, such as "a number of updates".
         within: the text before the name of the field's class in the error.
     """
 
@@ -320,7 +321,7 @@ def option(default: Any, validator: Validator | None = None, **more: Any) -> Any
 
 
 def option_of(field: str, choice: str, validator: Validator) -> Any:
-    """Return an attrs field for an option that is valid with one choice of another field."""
+    """Return an attrs field for an option that needs this choice of another field."""
 
     def check(owner: Any, option: Any, value: object) -> None:
         if value is None:
@@ -370,7 +371,7 @@ def as_path(call: str, value: object, what: str) -> Path:
 def call_mismatch(
     function: Callable[..., object], /, *args: object, **kwargs: object
 ) -> TypeError | None:
-    """Return the TypeError if these arguments do not fit a signature; None if they fit."""
+    """Return the TypeError if arguments do not fit a function's signature; None if they fit."""
     try:
         params = signature(function)
     except (TypeError, ValueError):  # a C function without a signature
@@ -432,8 +433,9 @@ def _mode(path: Path) -> int | None:
 
 # Errors for calls with a surplus, missing or misnamed argument.
 #
-# A function or class under `@explain_call_errors` then raises an error with the code to
-# write. Cost: one more Python frame per call. The signature is read only after an error.
+# After such a call, a function or class under `@explain_call_errors` raises an error with the
+# code to write. Cost: one more Python frame per call. The signature is read only after an
+# error.
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -598,7 +600,7 @@ def _format_argument(value: object) -> str:
 
 # Warnings about valid calls that are likely mistakes.
 #
-# All are of class `AccelfnWarning`. To turn these warnings into errors, call
+# All these warnings have the class `AccelfnWarning`. To turn these warnings into errors, call
 # `warnings.simplefilter("error", af.errors.AccelfnWarning)`. Python shows a warning once per
 # line of the user's code.
 

@@ -93,7 +93,7 @@ def normal_of_numpy() -> tuple[int, float]:
     """Return numpy's cached second normal random number: whether it exists, and its value."""
     legacy = cast("Any", mtrand)._rand
     bits, legacy._bit_generator = legacy._bit_generator, _NO_BITS
-    _NO_BITS.state = {"bit_generator": "MT19937"}  # numpy adds the cached number to it
+    _NO_BITS.state = {"bit_generator": "MT19937"}  # numpy adds the number here
     try:
         normal = legacy.get_state(legacy=False)
         return normal["has_gauss"], normal["gauss"]

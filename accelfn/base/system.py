@@ -50,7 +50,7 @@ def call_after_fork(function: Callable[[], None]) -> None:
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
-        # of the process, because simulated ranks keep their threads on one core
+        # of the whole process: in a simulation, each thread is limited to one core
         return len(os.sched_getaffinity(os.getpid()))
     return os.cpu_count() or 1
 
@@ -75,7 +75,7 @@ def read_at(handle: int, begin: int, buffer: memoryview) -> int:
     """Read bytes from a position of an open file into a buffer; return their number."""
     if hasattr(os, "preadv"):
         return os.preadv(handle, [buffer], begin)
-    with _moving:  # threads share the position
+    with _moving:  # threads share the file's position
         os.lseek(handle, begin, os.SEEK_SET)
         data = os.read(handle, len(buffer))
     buffer[: len(data)] = data

@@ -219,8 +219,8 @@ def is_shard(tensor: Any) -> bool:
 def split_as(tensor: Any, other: Any) -> Any:
     """Redistribute a DTensor to the placements of another DTensor.
 
-    torch's operators may return other placements, such as partial sums. This costs nothing
-    if the placements are equal; otherwise the ranks communicate.
+    torch's operators may return other placements, such as partial sums. Redistributing costs
+    nothing if the placements are equal; otherwise the ranks communicate.
     """
     if type(tensor) is torch.Tensor or not (is_shard(tensor) and is_shard(other)):
         return tensor
@@ -270,7 +270,7 @@ def pad_part(part: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def clone_shards(tensor: Any) -> torch.Tensor:
-    """Copy a DTensor; the copy of the shard has the same unused memory at its end."""
+    """Copy a DTensor. The copy of the local shard has equally much unused memory at its end."""
     part = local(tensor)
     return with_local(tensor, pad_part(part.detach(), room(part)))
 

@@ -36,7 +36,7 @@ _GRACE = 5.0
 
 
 class Buffers:
-    """Host memory for copies of tensors, which each save uses again."""
+    """Host memory for copies of tensors, which later saves reuse."""
 
     def __init__(self) -> None:
         """Start without memory."""
@@ -89,7 +89,7 @@ class Talk:
         pause, start = 0.001, time.monotonic()
         while absent := self._absent():
             dead_ranks = [r for r in absent if files.is_let_go(self._file(_HELD, r))]
-            absent = self._absent()  # a rank may have written its text before it ended
+            absent = self._absent()  # again: a rank may write its text and then end
             self._check_ended(absent)
             dead_ranks = [rank for rank in dead_ranks if rank in absent]
             if absent and (dead_ranks or self._is_over(start)):
@@ -157,7 +157,7 @@ def talk_directory(final: Path) -> Path:
 
 def close_talk(save: Save) -> None:
     """Remove the directory for the texts that ranks exchanged, if possible."""
-    with suppress(OSError):  # the next save removes it
+    with suppress(OSError):  # if this fails, the next save removes it
         files.remove(talk_directory(save.final))
 
 
@@ -196,7 +196,8 @@ class Writing:
 
         Args:
             save: the save.
-            write: writes the checkpoint; it gets a function that exchanges texts.
+            write: a function that writes the checkpoint. Its argument is a function that
+                exchanges texts between ranks.
             patience: how many seconds to wait for another rank; None: 10 minutes.
         """
         self.save, self._write = save, write
@@ -253,9 +254,9 @@ class Writing:
             self._error = error  # all ranks have this error
         except PeerFailedError as error:
             self._error = error  # the other running ranks have this error too
-        except BaseException as error:  # noqa: BLE001 - raised in the training's thread
+        except BaseException as error:  # noqa: BLE001 - `join` returns this error
             self._error = self._alone(error)
-            with suppress(BaseException):  # this write may fail for the same reason
+            with suppress(BaseException):  # this text may fail for the same reason
                 self._talk.end(str(self._error))
         finally:
             if lock is not None:
@@ -323,11 +324,11 @@ class PendingSave:
         text = "" if error is None else str(error)
         texts = gather_text(text, world, label=f"store: outcome of step {step}")
         failure = _first(texts)
-        self.writing = None  # only now, because an interrupt may have ended the wait
+        self.writing = None  # only after the wait, which an interrupt may end
         if world.is_main:
             close_talk(writing.save)
-            if failure is not None:  # now no rank writes to the directory
-                with suppress(OSError):  # the next save removes it
+            if failure is not None:  # all ranks have stopped writing to the directory
+                with suppress(OSError):  # if this fails, the next save does it
                     files.remove(writing.save.partial)
         if failure is not None:
             failure.__cause__ = None if error is None else error.__cause__
@@ -352,7 +353,7 @@ class PendingSave:
     def rejoin(
         self, world: "World", error: CheckpointWriteError | None
     ) -> CheckpointWriteError | None:
-        """Continue in a new world; return the first error that any of its ranks passes."""
+        """Continue in a new world; return the first error that a rank of it passes."""
         text = "" if error is None else str(error)
         failure = _first(gather_text(text, world, label="store: exchange errors"))
         self.world = world

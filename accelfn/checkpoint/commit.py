@@ -111,11 +111,12 @@ class Division:
 
     Attributes:
         mine: the tensors that this rank writes.
-        per_rank: the names of tensors that differ between ranks. This attribute and those below
-            become attributes of the `Manifest`.
-        trees_by_rank: each rank's trees of the units that differ between ranks.
+        per_rank: the names of tensors that differ between ranks. This attribute and the
+            attributes below become attributes of the `Manifest`.
+        trees_by_rank: for each rank, its trees of plain data for the units (fields and slots)
+            that differ between ranks.
         sharded: the slices of each sharded tensor.
-        copies: the number of the model's copy that each rank has.
+        copies: for each rank, the number of the copy of the model that the rank has.
     """
 
     mine: Mapping[str, torch.Tensor]
@@ -199,7 +200,7 @@ class Save:
         task = task or phase.value
         try:
             outcome = f"{Verdict.DONE} {act() or ''}"
-        except Exception as error:  # noqa: BLE001 - reported to all ranks, whatever it is
+        except Exception as error:  # noqa: BLE001 - any error is reported to all ranks
             failure = error
             outcome = f"{Verdict.of(error, phase)} {format_error(error)}"
         outcomes = {self.rank: outcome}
@@ -242,7 +243,7 @@ def format_error(error: BaseException) -> str:
 
 
 def begin(save: Save) -> None:
-    """On rank 0, create the temporary directory; remove one that an interrupted save left."""
+    """On rank 0, create the temporary directory; remove what an interrupted save left."""
     if save.rank:
         return
     if arguments.exists(save.final):
@@ -410,7 +411,7 @@ def _slices_by_tensor(
     """Return the slices of each sharded tensor, by file.
 
     If copies of the model have different values of a tensor, the slices of every copy are
-    listed. Otherwise those of one copy are enough.
+    listed. Otherwise only the slices of one copy are listed.
     """
     places: dict[str, dict[int, Any]] = {}
     for rank, member in enumerate(ranks):
@@ -427,7 +428,7 @@ def _slices_by_tensor(
 def _slices_by_file(
     by_rank: Mapping[int, Any], copies: Sequence[int]
 ) -> dict[str, Any]:
-    """Return a tensor's slices by file; of equal slices, only that of the first rank."""
+    """Return a tensor's slices by file; if several ranks have equal slices, only the first."""
     slices: dict[tuple[int, str], tuple[str, Any]] = {}
     for rank, place in by_rank.items():
         box = {"offset": place["offset"], "size": place["size"]}
@@ -450,7 +451,7 @@ def _differ(by_rank: Mapping[int, Any], copies: Sequence[int]) -> bool:
 def _differing(
     ranks: Sequence[Mapping[str, Any]], shardings: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], tuple[dict[str, Any], ...]]:
-    """Return the names of the tensors, and the units' trees, that differ between ranks."""
+    """Return what differs between ranks: the names of tensors, and the trees of units."""
     names = dict.fromkeys(name for rank in ranks for name in rank["tensors"])
     own_names = [n for n in names if len({r["tensors"].get(n) for r in ranks}) > 1]
     units = dict.fromkeys(name for rank in ranks for name in rank["units"])
@@ -541,7 +542,7 @@ class Lock:
             "pid": pid,
             "begun": _process_start(pid),
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
-            "token": uuid.uuid4().hex,  # two stores of one process have different locks
+            "token": uuid.uuid4().hex,  # differs between two stores of one process
         }
         return cls(directory / LOCK, pid, json.dumps(holder))
 

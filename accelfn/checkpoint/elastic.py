@@ -50,7 +50,8 @@ class Source:
         weights: the weight of each saved rank (or copy of the model) in the mean of values that
             differ between ranks. None: no mean, but the values of `rank`.
         sharded: the state's DTensors by name. Saved tensors are sharded like these.
-        slots: merged slots, which replace the slots of the saved ranks.
+        slots: merged slots, by the transform's name. A merged slot is the result of a
+            transform's method `merge`, and replaces the slots of all saved ranks.
         on_read: called with the number of bytes that were read since the last call.
         held: the tensors of each file, if they are in memory. None: they are read from the
             directory.
@@ -76,7 +77,7 @@ class Source:
 
     @classmethod
     def all_at(cls, folder: Path) -> dict[str, Self]:
-        """Create the source of each state in a checkpoint, by name; a single state has ""."""
+        """Create a source for each state of a checkpoint, by name ("" for a single state)."""
         manifests = read_manifests(folder)
         return {n: cls(folder=folder / n, manifest=m) for n, m in manifests.items()}
 
@@ -107,7 +108,7 @@ class Source:
 
     @property
     def names(self) -> set[str]:
-        """The names of the tensors in all fields, except those in merged slots."""
+        """The names of the tensors in all fields, except slots that are merged (in `slots`)."""
         return _names_in(self._trees)
 
     @property
@@ -195,7 +196,7 @@ class Source:
     def mean(
         self, parts: Callable[[int], Iterable[Mapping[str, torch.Tensor]]]
     ) -> dict[str, torch.Tensor]:
-        """Return the weighted means over saved ranks (or copies), one rank after the other.
+        """Return the weighted means of tensors over saved ranks (or copies of the model).
 
         Args:
             parts: a function of a saved rank that yields its tensors, some at a time.
@@ -216,7 +217,7 @@ class Source:
 
 @attrs.frozen
 class _Plan:
-    """How to read a tensor: the slice to return, and the saved slices of it by file."""
+    """How to read a tensor: the slice to return, and its saved slices by file name."""
 
     target: Slice
     dtype: torch.dtype
@@ -246,7 +247,7 @@ def source_of(
 def unmerged_source(
     state: TrainState, manifest: Manifest, folder: Path | str, *, verify: bool = True
 ) -> Source:
-    """Return this rank's source without merged slots; this reads no file."""
+    """Return this rank's source, before any transform merges slots; this reads no file."""
     world = state.world
     source = Source(
         folder=folder,
@@ -262,7 +263,8 @@ def unmerged_source(
 def is_compatible(state: TrainState, source: Source) -> bool:
     """Return whether each rank can continue with the values of one saved rank."""
     manifest, world = source.manifest, state.world
-    # ranks that share a copy of the model need a checkpoint from ranks that did so, too
+    # ranks that share a copy of the model need a checkpoint whose ranks shared copies in the
+    # same way
     fits = manifest.copies == state.definition.copy_of_each
     if not manifest.copies:
         fits = fits and not source.sharded.keys() & set(manifest.per_rank)
@@ -271,7 +273,7 @@ def is_compatible(state: TrainState, source: Source) -> bool:
 
 
 def with_merged_slots(state: TrainState, source: Source) -> Source:
-    """Return the source, with merged slots and means if ranks cannot continue one to one.
+    """Add merged slots and means to a source, unless each rank continues as one saved rank.
 
     Raises:
         CheckpointError: the number of ranks changed, and values that differ between the saved
@@ -340,7 +342,7 @@ def _params_by_saved_name(
 def _params_of(
     node: Any, params: Collection[str], within: str | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield the names of each tensor below a parameter's key in an encoded tree, and of that.
+    """Yield (tensor name, parameter name) for each tensor below a parameter's key.
 
     Args:
         node: the encoded tree.
@@ -385,7 +387,7 @@ def _call_merge(
 
 
 def _merge_by_average(state: TrainState, source: Source) -> Source:
-    """Return the source with the weights of the mean over ranks, and with a merged slot.
+    """Add the weights of the mean over ranks, and the merged slot, to a source.
 
     The transform that merges the slots determines the weights.
     """
@@ -419,10 +421,10 @@ def _slot(source: Source, name: str, rank: int) -> Any:
 # Move a state without a disk: ranks broadcast their tensors, and each rank keeps what it needs.
 #
 # The order of the broadcasts follows from the manifest, so all ranks know it. The first stage
-# sends the tensors that are equal on all ranks, those that cannot be averaged, and those in
-# slots to merge. Each further stage sends the other tensors of one rank (or copy of the model).
-# A rank that fails still joins the remaining broadcasts, because other ranks would wait for it.
-# It reports its error in the next exchange of texts.
+# sends the tensors that are equal on all ranks, tensors that cannot be averaged, and tensors in
+# slots that a transform merges. Each further stage sends the other tensors of one rank (or copy
+# of the model). A rank that fails still joins the remaining broadcasts, because other ranks
+# would wait for it. It reports its error in the next exchange of texts.
 
 
 Arrival = tuple[str, Mapping[str, torch.Tensor]]
@@ -453,7 +455,7 @@ class Arrivals:
     """The broadcasts that send a state's tensors to all ranks.
 
     If a rank fails outside of the collective itself, it still completes the broadcast, and can
-    join the next broadcast. After a failed broadcast it cannot.
+    join the next broadcast. After a failed broadcast, the rank cannot join another one.
     """
 
     def __init__(
@@ -473,7 +475,7 @@ class Arrivals:
         self.is_broken = False
 
     def stage(self) -> Iterator[Arrival]:
-        """Run the broadcasts of one stage, and yield the tensors of each."""
+        """Run the broadcasts of one stage, and yield the tensors of each broadcast."""
         while (sending := next(self._sendings, None)) is not None:
             yield sending.file, self._broadcast(sending)
 
@@ -492,7 +494,7 @@ class Arrivals:
     def _broadcast(self, sending: Sending) -> dict[str, torch.Tensor]:
         """Run one broadcast, and return its tensors by name."""
         error: Exception | None = None
-        self.is_broken = True  # until the broadcast is complete
+        self.is_broken = True  # reset when the broadcast is complete
         try:
             tensors = self._tensors_to_send(sending)
         except Exception as raised:  # noqa: BLE001 - other ranks wait in the broadcast

@@ -97,7 +97,7 @@ def _begin_flush(handle: int, begin: int, end: int) -> None:
 
 
 def flush(directory: Path) -> None:
-    """Flush a directory, so that the names of its files are on the disk; Windows does it itself."""
+    """Flush a directory, so that its file names are on the disk; do nothing on Windows."""
     if system.IS_WINDOWS:
         return
     handle = os.open(directory, os.O_RDONLY)
@@ -145,7 +145,7 @@ def claim(path: Path, text: str) -> bool:
         except OSError:
             return _claim_unlinked(path, text)
     finally:
-        with suppress(OSError):  # the next save removes it
+        with suppress(OSError):  # if this fails, the next save removes the draft
             remove(draft)
     return True
 
@@ -163,7 +163,7 @@ def _claim_unlinked(path: Path, text: str) -> bool:
 
 
 def withdraw(path: Path, text: str) -> bool:
-    """Remove a file that has this text; only one process gets True, the one that removed it."""
+    """Remove a file if it has this text; return whether this process removed the file."""
     try:
         with path.open("rb+") as file:
             with suppress(OSError):  # some file systems have no such locks
@@ -702,7 +702,7 @@ def _read_at(handle: int, begin: int, buffer: memoryview) -> None:
 
 
 def reader_of(path: Path) -> str:
-    """Return sentences about the functions that read the files at a path; "" if none does.
+    """Return sentences about the functions that read the files at a path; "" without files.
 
     A space precedes each sentence.
     """

@@ -239,7 +239,7 @@ def _place_piece(
         name: the name of the tensor in the report.
         piece: the saved tensor.
         old: the state's tensor.
-        cast: gets an entry if the dtype is converted.
+        cast: a dict; this function adds an entry for a converted dtype.
     """
     place = slice_of(old) or Slice.whole(old.shape)
     values = piece.read(place)

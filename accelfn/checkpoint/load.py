@@ -74,8 +74,9 @@ class Differences:
     Attributes:
         missing: names that are expected, but were not saved.
         unexpected: names that were saved, but are not expected.
-        shapes: for each tensor with another shape, a text about it, by name.
-        dtypes: for each tensor that only has another dtype, a text about it, by name.
+        shapes: for tensors with another shape: a dict from the name to a text about the shapes.
+        dtypes: for tensors with only another dtype: a dict from the name to a text about the
+            dtypes.
         uncastable: names of tensors that cannot be converted to the expected dtype, for
             example from float to integer or from complex to real.
     """
@@ -214,7 +215,7 @@ def check_values(
     where: Path | str,
     allow: Sequence[str],
 ) -> None:
-    """Check that saved tensors and numbers have the types and shapes of the state's.
+    """Check that saved tensors and numbers have the types and shapes of the current ones.
 
     Args:
         state: the state to load into.
@@ -297,8 +298,8 @@ def _misfits_of_entries(state: TrainState, entries: Mapping[str, Any]) -> Iterat
 def _expected_like_param(state: TrainState, name: str, value: Any) -> Any:
     """Return what to compare a saved optimizer value with; None accepts any saved value.
 
-    If the value has the shape and dtype of its parameter, this is the parameter, which also
-    shows whether the value must be sharded.
+    If the value has the shape and dtype of its parameter, the result is the parameter, which
+    also shows whether the value must be sharded.
     """
     if not isinstance(value, torch.Tensor) or not value.dim():
         return value
@@ -389,7 +390,8 @@ class Loaded:
         missing: the requested names that the checkpoint does not have. The state keeps its own
             values for them.
         unexpected: the names in the checkpoint that the state does not have.
-        cast: for each converted tensor, its old and its new dtype, by name.
+        cast: for converted tensors: a dict from the name to a text with the old and the new
+            dtype.
     """
 
     state: TrainState = attrs.field(repr=False)
@@ -522,7 +524,7 @@ def _restart_slots(
             " create them again: call state.with_setup(...) without these transforms, and then"
             " with them."
         )
-    after.definition.cache.is_to_compare = True  # ranks may have loaded different files
+    after.definition.cache.is_to_compare = True  # compare ranks at the next update
     return attrs.evolve(after, slots=slots)
 
 
@@ -550,7 +552,7 @@ def _places(
 ) -> dict[str, Any]:
     """Return the requested entries that the state has or can have, by name."""
     places = request.of(field, fields[field])
-    if field == "slots":  # a requested slot counts as missing if nobody has it
+    if field == "slots":  # requested slots count as missing if they exist nowhere
         names = (
             n.removeprefix("slots.") for n in request.only if n.startswith("slots.")
         )

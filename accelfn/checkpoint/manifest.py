@@ -27,7 +27,7 @@ from accelfn.errors import CheckpointCorruptError, CheckpointError
 # The structure of a manifest: which values are valid at each path of its JSON.
 #
 # Anybody can write a manifest with a correct digest. So accelfn checks each value before it
-# uses the value, and no value can make it use much time or memory.
+# uses the value, and no value can make accelfn use much time or memory.
 
 
 Rule: TypeAlias = Callable[[Any, str], object]
@@ -72,13 +72,13 @@ def check_files(world_size: int, files: dict[str, File]) -> None:
 
 
 def check_copies(copies: list[int], world_size: int) -> None:
-    """Check the number of the model's copy that each rank has: 0, 1, ... without gaps.
+    """Check that the copies of the model, one number per rank, are 0, 1, ... without gaps.
 
     Raises:
-        ValueError: a number is missing, or there is not one for each rank.
+        ValueError: a number is missing, or a rank has no number.
     """
     numbers = {*copies}
-    # compare with a range of their count: the largest number could be huge
+    # do not create a range up to the largest number, which could be huge
     if copies and (len(copies), numbers) != (world_size, {*range(len(numbers))}):
         msg = f"the copies {quote(copies)} are not valid for {world_size} ranks"
         raise ValueError(msg)
@@ -111,7 +111,7 @@ def check_sharded(
             raise ValueError(msg)
         bytes_in(
             spec["dtype"], shape
-        )  # check also tensors without elements, in no file
+        )  # also for tensors without elements, which are in no file
 
 
 def _slice(shape: tuple[int, ...], plain: Mapping[str, Any]) -> Slice:
@@ -363,8 +363,9 @@ class Manifest:
         trees: the value of each unit (such as `params` or `slots.ema`) on rank 0, as a tree of
             plain data.
         trees_by_rank: for each rank, its trees of the units that differ between ranks.
-        per_rank: the names of tensors that differ between ranks. The file of each rank has its
-            value, unless the value equals that of the first rank with the same copy.
+        per_rank: the names of tensors that differ between ranks. The file of each rank has the
+            rank's value, unless the first rank with the same copy of the model has an equal
+            value.
         sharded: the dtype and full shape of each sharded tensor, and the slice in each file.
         copies: for each rank, the number of its copy of the model, if copies of several ranks
             trained independently. Then tensors that differ are saved for every copy. Empty if
@@ -648,7 +649,7 @@ def read_manifest(
 
 
 def read_manifests(folder: Path) -> dict[str, Manifest]:
-    """Read the manifests of all states in a checkpoint, by name.
+    """Read the manifest of each state in a checkpoint; return them by the state's name.
 
     Raises: the errors of `read_manifest`.
     """
@@ -688,11 +689,11 @@ def joint_bytes(digests: Mapping[str, str]) -> bytes:
 
 
 def check_not_joint(folder: Path) -> None:
-    """Check that a directory is not that of one out of several states that were saved together.
+    """Check that a directory is not the part of one state in a checkpoint of several states.
 
     Raises:
-        CheckpointError: the directory is such a directory. The message shows how to load all
-            states.
+        CheckpointError: it is the directory of one of several states. The message shows how to
+            load all states.
     """
     parent, name = folder.absolute().parent, folder.absolute().name
     digests = dict[str, str | None]()
@@ -780,7 +781,7 @@ def _check_density(data: bytes) -> None:
     """Check that JSON does not have more lists and tables than a save writes.
 
     Raises:
-        ValueError: it has more.
+        ValueError: the JSON has more.
     """
     count = data.count(b"[") + data.count(b"{")
     if count > max(_MOST, len(data) // _SPARSE):
@@ -842,7 +843,7 @@ def checkpoints_in(directory: Path) -> dict[int, Path]:
 
 @contextmanager
 def explain_removal(folder: Path) -> Generator[None]:
-    """Turn an error in the `with` block into a clear one if the checkpoint was removed.
+    """If the checkpoint was removed, replace an error in the block by one that says so.
 
     Raises:
         CheckpointError: the checkpoint was removed while the block read it.

@@ -410,7 +410,7 @@ def regroup(state: TrainState, *, restore: Restore | None = None) -> TrainState:
     check_state(_REGROUP, state)
     state.lease.check()
     _check(restore, state)
-    tree.tree_leaves(state.slots)  # waits for pending communication, or raises
+    tree.tree_leaves(state.slots)  # this waits for pending communication
     world = state.world
     newcomer = _regrouping_of(world).is_newcomer
     while True:
@@ -425,7 +425,7 @@ def regroup(state: TrainState, *, restore: Restore | None = None) -> TrainState:
             return move(state, target, target, newcomer=behind, restore=restore)
         except PeerFailedError:  # another rank failed: form a new world of the others
             if not target.connection.is_broken:
-                raise  # the error is of another world, which `restore` uses
+                raise  # the error is from another world, in `restore`
             world = target
 
 

@@ -88,7 +88,8 @@ def _with_objects(value: Any, current: Any, path: str) -> Any:
     """Return a slot's value with its objects restored from their saved `state_dict()`.
 
     Args:
-        value: the saved value; an `ObjectState` in it is the saved state of an object.
+        value: the saved value. An `ObjectState` inside the value is the saved state of an
+            object.
         current: the value in the state to load into. Its objects are copied.
         path: the name of the value in errors.
     """
@@ -123,7 +124,7 @@ def _with_objects(value: Any, current: Any, path: str) -> Any:
 
 
 class Tensors(Table):
-    """A table of a state's tensors by name; of a DTensor, it has this rank's local tensor.
+    """A table of a state's tensors by name; for a DTensor, it has this rank's local tensor.
 
     Attributes:
         slices: which slice of each DTensor this rank has, by name.
@@ -356,7 +357,7 @@ def definition_of(state: TrainState) -> dict[str, str]:
 
 
 def optimizer_name(state: TrainState) -> str:
-    """Return the class of a state's optimizer, with those of a combination in parentheses."""
+    """Return the name of the optimizer's class, and of the classes in a combination."""
     metas = state.definition.skeleton.module.named_parameters()
     names = {id(param): name for name, param in metas}
     return kind_of(state.definition.optimizer, names)

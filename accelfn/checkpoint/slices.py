@@ -69,7 +69,7 @@ class Slice:
         )
 
     def inside(self, other: "Slice") -> "Slice":
-        """Return this box relative to the full tensor, if it is relative to `other`'s corner."""
+        """Convert this box from coordinates relative to `other` to those of the full tensor."""
         corner = (a + b for a, b in zip(self.offset, other.offset, strict=True))
         return Slice(other.shape, tuple(corner), self.size)
 

@@ -560,7 +560,7 @@ class CheckpointStore:
         states: Mapping[str, TrainState],
         metrics: Mapping[str, float],
     ) -> "dict[str, Contents]":
-        """Return the contents to write, by state, and create the directory for the files.
+        """Return the contents to write for each state, and create the directory for the files.
 
         With `async_`, the contents have copies of the tensors in host memory.
         """

@@ -88,7 +88,7 @@ class Looks:
 
 
 def check_readers(data: "Data", world: World) -> None:
-    """Check that all ranks have the same `sharded=` and `dispatch=`, if this rank has one of them.
+    """Check that all ranks have the same `sharded=` and `dispatch=`, if this rank uses one.
 
     A rank without these options compares definitions before its first update instead. Both
     comparisons are the same collective, so ranks that differ find the difference.
@@ -253,7 +253,7 @@ def _digest(data: bytes) -> str:
 
 
 def _same(reads: list[Digests]) -> Digests:
-    """Return the digests of values that never changed, and None for others.
+    """Return each value's digest, or None for a value that differed between several reads.
 
     If the number of values has changed, the list is empty.
     """

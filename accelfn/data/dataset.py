@@ -160,7 +160,7 @@ def _check_batching(data: "Data") -> None:
         else:
             refuse_distributed(sampler)
     if why:
-        raise ArgumentError(f"af.Data{why}")  # noqa: EM102 - a message has a name
+        raise ArgumentError(f"af.Data{why}")  # noqa: EM102 - the message is complete
 
 
 def _check_indexed(data: "Data") -> None:
@@ -235,7 +235,7 @@ def _check_stream(data: "Data") -> None:
             " num_workers=, or use workers inside the stream."
         )
     if why:
-        raise ArgumentError(f"af.Data{why}")  # noqa: EM102 - a message has a name
+        raise ArgumentError(f"af.Data{why}")  # noqa: EM102 - the message is complete
     if promised_length(data.dataset) == 0:
         msg = f"af.Data: the dataset ({kind}) is empty."
         raise DataError(msg)
@@ -497,7 +497,7 @@ class Data:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """Properties of the data, as plain data, which must be equal when a run is resumed."""
+        """Properties, such as the length, that must equal the saved ones when a run resumes."""
         name = self.fingerprint
         if not self.is_stream:
             name = name or fingerprint_of(self.source)
@@ -514,10 +514,10 @@ class Data:
             data = attrs.evolve(self, remainder="short")
             object.__setattr__(
                 data, "first", self.first
-            )  # the stream may have been read
+            )  # keep the state from before any read
             return data
         size = self.global_batch_size
-        if self.batch_sampler is not None:  # the size of its largest batch
+        if self.batch_sampler is not None:  # use its largest batch's size
             stops = [stop for _, stop in self.epoch(seed=0).cut.spans(0)]
             size = int(np.diff(stops, prepend=0).max())
         return attrs.evolve(

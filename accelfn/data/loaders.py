@@ -82,7 +82,7 @@ def skip_seeding(_place: int) -> None:
 #
 # If a worker ends, torch raises an error in the main process at once, for example in the middle
 # of a step. accelfn raises the error when the next batch is read, and names the samples. For
-# this, and to end the workers, it uses private attributes of torch's iterators.
+# this, and to end the workers, accelfn uses private attributes of torch's iterators.
 
 
 _torch: Any = signal_handling
@@ -197,7 +197,7 @@ def _start_iterator(loader: Any, place: Place) -> Any:
 def _without_garbage() -> Generator[None]:
     """In workers that are forked in a `with` block, do not collect garbage of this process.
 
-    Only this process can finalize these objects. For example, a Gloo process group joins its
+    Only this process can finalize its objects. For example, a Gloo process group joins its
     threads. A forked process does not have these threads, so it would crash or hang.
     """
     _starting.here = True
@@ -232,7 +232,7 @@ def _explain_failure(error: Exception, timeout: float) -> str | None:
 
 @contextmanager
 def _listening(values: Any) -> Generator[None]:
-    """Let torch raise an error for a worker that has ended only inside of a `with` block."""
+    """Only inside of the `with` block, let torch raise an error for a worker that has ended."""
     if not values._worker_pids_set:
         pids = tuple([worker.pid for worker in values._workers])
         _torch._set_worker_pids(id(values), pids)

@@ -100,7 +100,7 @@ def uniform(positions: Indices, *, key: int) -> npt.NDArray[np.float64]:
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-# `Order`, and the simple orders: that of the dataset, shuffled, and a user's function.
+# `Order`, and the simple orders: the dataset's own order, a random order, a user's function.
 #
 # For each epoch, an order returns a function from positions to dataset indices. The function
 # depends only on the seed and the epoch. So all ranks compute the same order, and a resumed run
@@ -151,7 +151,7 @@ class Sequential:
 
 @attrs.frozen
 class Shuffled:
-    """A random order, different in each epoch. Any part of it can be computed separately."""
+    """A random order, different in each epoch. Any indices can be computed separately."""
 
     name: str = attrs.field(default="shuffled", init=False)
 

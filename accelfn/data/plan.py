@@ -117,8 +117,8 @@ class Plan:
     """How every batch is divided into shares and micro-batches, and which share is this rank's.
 
     A transform's method `data` returns a plan, given another plan. The shares of a batch differ
-    by at most one sample, and may be empty. Concatenated in rank order, they are the batch. The
-    same holds for the micro-batches of a share.
+    by at most one sample, and may be empty. Concatenated in rank order, the shares are the
+    batch. In the same way, a share is divided into micro-batches.
 
     Attributes:
         world_rank: the rank of this process.
@@ -227,7 +227,7 @@ Filler: TypeAlias = bool | npt.NDArray[np.bool_]
 
 
 @hint_attributes("setattr", "getitem")
-@attrs.frozen(kw_only=True, eq=False, slots=False)  # faster to create without slots
+@attrs.frozen(kw_only=True, eq=False, slots=False)  # without `__slots__`, for speed
 class Batch:
     """This rank's share of one update's samples.
 
@@ -433,7 +433,7 @@ class token_budget:
         return UnevenCut(np.array(stops, np.int64))
 
     def _count_fitting(self, costs: Indices) -> int:
-        """Return how many of the first of these samples fit into one batch."""
+        """Return how many samples, counted from the first, fit into one batch."""
         limit = min(self.limit, np.iinfo(np.int64).max)
         if self.padded:  # divide, because a product could exceed 64 bits
             longest = np.maximum(np.maximum.accumulate(costs), 1)
@@ -466,7 +466,7 @@ def form_of(data: "Data") -> dict[str, Any]:
 
 
 def fingerprint_of(source: Source) -> str:
-    """Return a hash of a few samples, without those that differ when they are read twice.
+    """Return a hash of a few samples; leave out samples that differ when they are read twice.
 
     Cost: eight samples are read twice, at the first save with a `Data` record.
 
@@ -653,7 +653,7 @@ class Portion(NamedTuple):
         indices: the dataset indices to read for each micro-batch. An empty micro-batch reads
             one sample as filler.
         own: the number of positions in the epoch. Later positions, in a padded batch, repeat
-            samples of its start.
+            samples of the epoch's start.
         key: the key of random numbers.
         shares: the numbers of samples of each rank, if ranks have exchanged them; else None.
     """

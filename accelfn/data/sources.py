@@ -84,7 +84,7 @@ class Rows:
     def samples(self, indices: Indices, begin: Begin) -> list[Any]:
         """Return a list of samples for the user's collate function.
 
-        `begin` seeds the random generators, which that function may use.
+        `begin` seeds the random generators, because the collate function may use them.
         """
         begin(0)
         rows = self._rows(indices).tolist()
@@ -120,7 +120,7 @@ class Table:
     def samples(self, indices: Indices, begin: Begin) -> list[Any]:
         """Return a list of samples for the user's collate function: dicts of Python values.
 
-        `begin` seeds the random generators, which that function may use.
+        `begin` seeds the random generators, because the collate function may use them.
         """
         begin(0)
         return self.table.take(indices).to_pylist()
@@ -180,7 +180,7 @@ class Items:
         return length
 
     def samples(self, indices: Indices, begin: Begin) -> list[Any]:
-        """Return a list of samples; if one cannot be read, the error names it."""
+        """Return a list of samples; if a sample cannot be read, the error names the sample."""
         dataset, inner = self.dataset, indices.tolist()
         # read from the inner dataset, because errors of Subset do not name the sample
         while type(dataset) is Subset:
@@ -427,7 +427,7 @@ class Joined:
                 items = self.parts[number].samples(inner, begin_part)
             except (
                 Exception
-            ) as error:  # say which dataset, as several may have one class
+            ) as error:  # datasets may have the same class, so add the number
                 error.add_note(f"The sample is in dataset {number} of the mix.")
                 raise
             for place, sample in zip(places.tolist(), items, strict=True):
@@ -454,7 +454,11 @@ class Joined:
         )
 
     def _by_part(self, indices: Indices) -> Iterator[tuple[int, Indices, Indices]]:
-        """Yield, for each source in a batch: its number, its places, and the indices in it."""
+        """Yield, for each source with samples in a batch, a tuple of three values.
+
+        The values are the source's number, the places of its samples in the batch, and the
+        indices of these samples in the source.
+        """
         ends = np.cumsum([len(part) for part in self.parts])
         numbers = np.searchsorted(ends, indices, side="right")
         for number in np.unique(numbers).tolist():
@@ -495,12 +499,12 @@ class Mixed:
     def shares(self) -> tuple[int, ...]:
         """The weights as integers in exactly the same proportion."""
         ratios = [float(weight).as_integer_ratio() for weight in self.weights]
-        common = max(below for _, below in ratios)  # powers of two
+        common = max(below for _, below in ratios)  # all denominators are powers of two
         return tuple(above * (common // below) for above, below in ratios)
 
     @cached_property
     def block(self) -> int:
-        """The number of positions in a block: 64, or enough for four of the smallest share."""
+        """The number of positions in a block: 64 or more, so that each dataset has four."""
         return max(64, -(-4 * sum(self.shares) // min(self.shares)))
 
     def num_samples(self, n: int) -> int:

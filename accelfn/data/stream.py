@@ -439,7 +439,7 @@ class Counted(IterableDataset[Any]):
         while not self._ended:
             samples = source.read()
             self._ended = not samples
-            if info is None:  # with workers, each may have only a part of the samples
+            if info is None:  # a worker may have only some of the samples
                 count = source.position
                 check_promise(dataset, count, self._epoch, ended=self._ended)
             yield from samples
@@ -467,7 +467,7 @@ def _collate_share(
 
 @attrs.frozen(eq=False)
 class Sharded:
-    """Reads the own stream of a rank, in step with the other ranks.
+    """Reads this rank's own stream, with the same number of updates as all other ranks.
 
     Attributes:
         data: the data record, with the stream.
@@ -562,11 +562,11 @@ class Sharded:
             place=attrs.evolve(self.place, update=update),
             due=due,
         )
-        for num_read, item in enumerate(items, 1):  # noqa: B007 - `due` reads it
+        for num_read, item in enumerate(items, 1):  # noqa: B007 - `due` uses num_read
             yield item
 
     def _loader(self, share: int, collate: Collate, start: Cursor) -> Any:
-        # the import takes as long as that of all of accelfn
+        # this import takes as long as the import of all of accelfn
         from torchdata.stateful_dataloader import (  # noqa: PLC0415
             StatefulDataLoader,
         )
@@ -637,8 +637,8 @@ def read_dispatched(
 ) -> Iterator[tuple[Portion, list[Any]]]:
     """Yield this rank's portions with their values, which rank 0 reads for all ranks.
 
-    Ranks along "cp" and "tp" share a batch. The first of them receives it, and sends it to the
-    others.
+    Ranks along "cp" and "tp" share a batch. The first of these ranks receives the batch, and
+    sends it to the others.
 
     Raises:
         DataError: on all ranks except rank 0, if rank 0 could not read. Rank 0 raises its own
@@ -703,7 +703,7 @@ def _decode_portion(fields: dict[str, Any]) -> Portion:
     )
 
 
-# `join_uneven`: each rank has its own batches, of unequal number, and no rank waits forever.
+# `join_uneven`: ranks have unequal numbers of batches, and no rank waits forever.
 
 
 _ENDS = ("last", "first", "together")
@@ -755,7 +755,7 @@ def join_uneven(
         raise ArgumentError(msg)
     batches = iter(iterable)
     if isinstance(iterable, DataLoader):
-        # a loader collates samples that are tuples to a list, which is not of micro-batches
+        # a DataLoader may yield a list as one batch: do not read it as a list of micro-batches
         batches = ([batch] for batch in batches)
     return _equal_batches(batches, world.batch, ends)
 

@@ -297,7 +297,7 @@ class ReduceOrder:
         return turn
 
     def _turn(self, turn: int) -> int:
-        """Return the next parameter of the order; if it is unknown, rank 0 chooses `turn`."""
+        """Return the next parameter of the order; rank 0's `turn` if unknown; -1 at the end."""
         if len(self._had) == len(self._order):
             if len(self._order) == self._count:
                 return -1

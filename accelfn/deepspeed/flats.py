@@ -34,13 +34,13 @@ _AT_ONCE = 2**25
 
 
 def cut_of(run: Run, within: Run) -> Run:
-    """Return the overlap of two runs; it may be empty."""
+    """Return the overlap of two runs (ranges of elements); the overlap may be empty."""
     begin = max(run[0], within[0])
     return begin, max(begin, min(run[1], within[1]))
 
 
 def evenly(count: int, part: int, ranks: int) -> list[Run]:
-    """Return the run of each rank if `count` elements are split in parts of `part` elements."""
+    """Return each rank's run (range of elements), if runs of `part` elements cover `count`."""
     return [cut_of((r * part, (r + 1) * part), (0, count)) for r in range(ranks)]
 
 
@@ -153,7 +153,7 @@ class Flats:
         return {name: self._rows_of(name) for name in self.places}
 
     def _rows_of(self, name: str) -> list[Run]:
-        """Return the run of each rank in a state: its rows, or all if not sharded."""
+        """Return each rank's run (range of elements) in a state: its rows, or all elements."""
         shape, ranks = self.layout.shapes[name], self.ranks.size
         if name not in self.layout.cuts:
             return [(0, shape.numel())] * ranks
@@ -313,7 +313,7 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
     """
 
     def __init__(self, where: Flats, state: OptState) -> None:
-        """Create the mapping; `state` is as `held` of the class."""
+        """Create the mapping; `state` becomes the attribute `held`."""
         self.where, self.held = where, state
         self._rows: OptState | None = None
         self._read = _Read({})

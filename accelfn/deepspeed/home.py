@@ -102,7 +102,7 @@ class ZeroBinding:
         self.names = {id(param): name for name, param in self.params.items()}
         self._frozen = {n: p for n, p in self.params.items() if n not in self.trained}
         self._kept: dict[str, torch.Tensor] = {}
-        # the optimizer state of frozen parameters, for when they are trained again
+        # the optimizer state of frozen parameters, to use if they are trained again
         self._at_rest: OptState = {}
         self._bound: FlatParams | None = None
         self._used: list[torch.Tensor] = []
@@ -445,8 +445,8 @@ class ZeroRunner:
         """Check that the same parameters are unused on all ranks.
 
         Raises:
-            UnusedParametersError: they differ. All ranks raise an error that names the unused
-                parameters of each rank.
+            UnusedParametersError: the unused parameters differ between ranks. All ranks raise
+                an error that names the unused parameters of each rank.
         """
         text = "\n".join(names)
         texts = collectives.gather_text(

@@ -49,7 +49,8 @@ class Part:
     Attributes:
         file: the rank's file.
         cuts_each: whether each parameter is sharded separately, as in stage 3.
-        counts: the numbers of ranks that share a parameter group; all should be equal.
+        counts: for each parameter group, the number of ranks that share the group; all should
+            be equal.
         masters: the rank's fp32 weights: a flat tensor for each parameter group.
         entries: the optimizer's state for each of these flat tensors.
         paddings: for each group, the elements of padding after each parameter; () without padding.
@@ -136,7 +137,7 @@ def _part(file: Path) -> Part:
 
 
 def _entries_of_groups(inner: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the optimizer's state of each flat tensor; a count in the group is added to it."""
+    """Yield the optimizer's state of each flat tensor, with the update count of its group."""
     if isinstance(inner, list):  # the format of ZeRO's "elastic" checkpoints
         yield from cast("list[dict[str, Any]]", inner)
         return

@@ -504,9 +504,9 @@ def _save(folder: Path, state: dict[str, Any]) -> None:
     from torch.distributed.checkpoint.metadata import StorageMeta  # noqa: PLC0415
 
     writer = dcp.FileSystemWriter(folder)
-    # torch's default has the temporary name of the folder and a random id
+    # torch's default metadata would contain the folder's temporary name and a random id
     writer.storage_meta = StorageMeta
-    with warnings.catch_warnings():  # about no_dist=True
+    with warnings.catch_warnings():  # torch warns about no_dist=True
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
             dcp.save(state, storage_writer=writer, no_dist=True)

@@ -107,7 +107,7 @@ Bar: TypeAlias = Callable[[str, int], AbstractContextManager[files.OnRead]]
 
 
 def ls(directory: str) -> tuple[list[str], int]:
-    """Return the rows of a table of a store's checkpoints and interrupted saves, and 0."""
+    """Return table rows for a store's checkpoints and interrupted saves, and exit code 0."""
     store = Path(directory)
     checkpoints = checkpoints_in(store)
     if not checkpoints:
@@ -155,7 +155,7 @@ def _row(folder: Path, step: int) -> tuple[str, str, str, str, str]:
 
 
 def verify(directory: str, *, bar: Bar) -> tuple[list[str], int]:
-    """Verify the digests of a checkpoint, or of a store's; return rows and an exit code."""
+    """Verify the digests of a checkpoint or a store; return table rows and an exit code."""
     store = Path(directory)
     folders = list(checkpoints_in(store).values()) or [store]
     rows, code = list[str](), 0
@@ -174,7 +174,7 @@ def _verify_files(folder: Path, bar: Bar) -> Iterator[tuple[str, bool]]:
     except CheckpointCorruptError as error:
         yield str(error), False
         return
-    yield f"{folder / _MANIFEST}: whole", True  # it has the digests of the other files
+    yield f"{folder / _MANIFEST}: whole", True  # it lists the other digests
     with bar(folder.name, sum(map(_size, sources.values()))) as advance:
         for state, source in sources.items():
             for name, file in source.manifest.files.items():
@@ -224,7 +224,7 @@ def export(
 
 
 def _model_tensors(source: Source, slot: str | None) -> dict[str, str]:
-    """Return the checkpoint's tensor names of the model to export, by exported name.
+    """Return a dict from each exported name to the name of the tensor in the checkpoint.
 
     Raises:
         CheckpointError: ranks saved different models, some parameters were not saved, or the
@@ -256,7 +256,7 @@ def _model_tensors(source: Source, slot: str | None) -> dict[str, str]:
 
 
 def _tensors_of(source: Source, unit: str) -> dict[str, str]:
-    """Return a dict from names to tensor names of a unit; {} if it has other values."""
+    """Return the tensor name for each key of a field or slot; {} if other values are in it."""
     tree = source.manifest.trees.get(unit)
     table: Any = tree.get("dict") if isinstance(tree, dict) else None
     tensors = {

@@ -307,7 +307,7 @@ class Settings:
 
     @property
     def elastic(self) -> tuple[int | None, int | None]:
-        """The minimum and maximum number of ranks of an elastic run; (None, None) without."""
+        """The minimum and maximum number of ranks of an elastic run; (None, None) otherwise."""
         if self["elastic"] is None:
             return None, None
         least, most = self["elastic"].split(":")

@@ -132,7 +132,7 @@ def exit_status(error: SystemExit) -> int:
 
 
 def tell(error: BaseException, report: str) -> None:
-    """Show an error with `sys.excepthook`, unless it only prints the recorded traceback.
+    """Show an error with `sys.excepthook`, unless that only prints the recorded traceback.
 
     The launcher's report shows that traceback. torch's hook prints the same text as Python's,
     with the rank before each line.

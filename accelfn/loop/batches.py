@@ -172,5 +172,5 @@ def seek(state: TrainState, samples: int, *, epoch: int | None = None) -> TrainS
     cursor = Cursor(state.cursor.epoch if epoch is None else epoch, samples)
     if not data.is_stream:
         data.check_start(cursor, seed=state.seed)
-    state.definition.cache.is_to_compare = True  # the cursors of all ranks
+    state.definition.cache.is_to_compare = True  # at the next update
     return attrs.evolve(state, cursor=cursor)

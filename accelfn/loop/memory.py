@@ -228,7 +228,7 @@ def _on_host(setup: chain, axes: Mapping[str, int]) -> tuple[str, ...]:
     """Return the names of the table's rows that a setup keeps in the host's memory."""
     if "offloads" not in setup.facts or axes.get("dp_shard", 1) == 1:
         return ()
-    if _has_full_gradients(setup):  # on the device until they are reduced
+    if _has_full_gradients(setup):  # gradients stay on the device until reduced
         return "parameters", "optimizer", "slots"
     return "parameters", "gradients", "optimizer", "slots"
 

@@ -40,7 +40,7 @@ class Stop:
     def __init__(self, world: World) -> None:
         """Start without a stop request."""
         self._world, self._agreed = world, 0
-        self.received = 0  # the signal that this rank received
+        self.received = 0  # the signal that this rank received; 0: none
 
     def requested(self) -> bool:
         """Return whether any rank received a signal; call this on all ranks.
@@ -359,7 +359,7 @@ def _check_step_result(result: Any) -> tuple[TrainState, Metrics]:
 
 
 def _end(until: object) -> tuple[Callable[[TrainState], bool], int | None]:
-    """Convert `until` to a function `state -> is it the last` and a number of epochs."""
+    """Convert `until` to a function (is this state the last?) and a number of epochs."""
     if isinstance(until, epochs):
         return lambda _: False, until.count
     if is_integer(until, 1):
@@ -397,7 +397,7 @@ def _by_period(actions: object) -> dict[Period, tuple[Action, ...]]:
 
 
 def _numbers(action: Action, result: object, world: World) -> Numbers:
-    """Return the numbers that an action returned; raise if they are of one rank only."""
+    """Return the numbers that an action returned; raise for Metrics of one rank."""
     if result is None:
         return {}
     if isinstance(result, Metrics) and world.loss.size > 1:

@@ -42,7 +42,7 @@ from accelfn.model.model import (
 
 # pyright: reportPrivateUsage=false
 
-# Record the operations on parameters without values.
+# Record the operations on parameters that have no values.
 #
 # A factory that runs with its parameters on the meta device leaves no values. But the recorded
 # operations show how it would set each parameter: in the same way as the module's
@@ -52,7 +52,8 @@ from accelfn.model.model import (
 Act: TypeAlias = tuple[Any, ...]
 """An operation and its numeric arguments."""
 
-# torch has no public function that identifies a storage without memory
+# The private names below are needed, because torch has no public function that identifies a
+# storage without memory.
 
 _aten: Any = torch.ops.aten
 _EMPTY = {
@@ -101,7 +102,8 @@ class OperationRecord(TorchDispatchMode):
     def begins(self, original: nn.Parameter, param: nn.Parameter) -> None:
         """Record the initial values of a parameter before it moves to the meta device.
 
-        The record only shows whether the values are unset, one number everywhere, or others.
+        The record only shows whether the values are unset, one number everywhere, or other
+        values.
         """
         place = _memory(original)
         acts: list[Act] = []
@@ -160,7 +162,7 @@ class OperationRecord(TorchDispatchMode):
 class _Looks(TorchFunctionMode):
     """Records the functions of torch.nn.init that do nothing for meta tensors.
 
-    `trunc_normal_`, `orthogonal_`, `dirac_` and `sparse_` only read `is_meta` of such a tensor.
+    `trunc_normal_`, `orthogonal_`, `dirac_` and `sparse_` only read `is_meta` of a meta tensor.
     """
 
     def __init__(self, acts: OperationRecord) -> None:
@@ -206,7 +208,7 @@ def is_full(acts: Sequence[Act]) -> bool:
 
 
 def is_as_made(tensor: torch.Tensor, acts: Sequence[Act]) -> bool:
-    """Return whether values are equal to those that the factory gave, if these are known."""
+    """Return whether a tensor has the factory's values; True if these values are unknown."""
     if not is_full(acts) or tensor.is_complex():
         return True
     ends = (float(end) for end in tensor.aminmax())
@@ -249,7 +251,8 @@ def _numbers(values: Iterable[Any]) -> Iterator[Any]:
             yield value
 
 
-# torch has no public function for the parameters that are directly in a module
+# The private `_parameters` is needed, because torch has no public function for the parameters
+# that are directly in a module.
 
 Keep: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
 _Ways: TypeAlias = list[tuple[str, Callable[[], object]]]
@@ -360,7 +363,7 @@ def draw_params(
 
 @attrs.frozen(eq=False)
 class _Drawing:
-    """The progress of `draw_params`: what is kept, and which parameters are pending, and why."""
+    """The progress of `draw_params`: the kept parts, and why other parameters are pending."""
 
     bare: MetaModel
     keep: Keep

@@ -30,10 +30,11 @@ from accelfn.errors import Error, ModelError, OptimizerError, StateError
 
 # Seal a model or optimizer after a state has taken ownership of it: every use raises an error.
 #
-# A state trains copies of the user's object that use its tensors. The object itself would show
-# the training until a load replaces the state's tensors, but not afterwards. Hooks, modes and
-# learning rates that the user sets on it would have no effect. So its class is replaced by one
-# that raises errors. Its attributes are removed, so that it keeps no tensor in memory.
+# A state trains copies of the user's object, which use the object's tensors. The user's object
+# would show the training until a load replaces the state's tensors, but not afterwards. Hooks,
+# modes and learning rates that the user sets on it would have no effect. So its class is
+# replaced by one that raises errors. Its attributes are removed, so that it keeps no tensor in
+# memory.
 
 
 _NOTE = "__accelfn_given__"
@@ -71,7 +72,7 @@ def _seal(instance: object, kind: type, state: str) -> None:
     note = type(instance).__name__, state
     try:
         instance.__class__ = kind
-    except TypeError:  # its class is written in C, and stays
+    except TypeError:  # a class written in C cannot be replaced
         return
     fields = object.__getattribute__(instance, "__dict__")
     fields.clear()

@@ -166,13 +166,13 @@ def is_torchs(optimizer: Optimizer) -> bool:
     Then the step uses no random numbers, and has no state outside of the optimizer.
     """
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)  # pyright: ignore[reportPrivateUsage]
-    # the classes Adafactor and Muon have the module "torch.optim"
+    # the `__module__` of Adafactor and Muon is "torch.optim", so add a dot before comparing
     module = f"{type(optimizer).__module__}."
     return module.startswith("torch.optim.") and not any(hooks)
 
 
 def empty_state(optimizer: Optimizer, like: Optimizer) -> Any:
-    """Return an empty mapping for an optimizer's state, of the type that another has."""
+    """Return an empty mapping for an optimizer's state, of the type of `like.state`."""
     if isinstance(optimizer, Partitioned):
         return PartStates(optimizer.parts)
     state = cast("Any", like.state)
@@ -312,7 +312,7 @@ def _check_part(i: int, part: Any, *, is_last: bool) -> None:
 def _create_part(
     i: int, factory: Any, share: NamedParameters, owner: combine_optimizers
 ) -> Optimizer:
-    """Create the optimizer of one pair, and check that it has exactly its parameters."""
+    """Create the optimizer of one pair, and check that it has exactly the pair's parameters."""
     optimizer = factory(share)
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
@@ -482,7 +482,7 @@ def trained_names(
 
 
 def group_key(index: int) -> str:
-    """Return the key in `opt_state` for the numbers of a parameter group that change."""
+    """Return the key in `opt_state` for the changing numbers of a parameter group."""
     return f"<group {index}>"
 
 
@@ -490,8 +490,8 @@ def rebuilt(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """Return a copy of an optimizer with other parameters and an empty state.
 
     A deepcopy of the object would lose attributes of subclasses, because
-    `Optimizer.__getstate__` leaves them out. The attribute `step` is not copied: it is there
-    only if an LRScheduler has replaced the method.
+    `Optimizer.__getstate__` leaves them out. The attribute `step` is not copied, because it
+    exists only if an LRScheduler has replaced the method `step`.
 
     Args:
         optimizer: the optimizer.
@@ -528,7 +528,7 @@ def scratch_of(prototype: Optimizer) -> Any:
 
 
 def _meta_params(optimizer: Optimizer) -> dict[int, nn.Parameter]:
-    """Return parameters on the meta device for an optimizer's, by the `id` of the old ones."""
+    """Return, by the `id` of each parameter of an optimizer, a parameter on the meta device."""
     return {
         id(param): nn.Parameter(
             torch.empty_like(param, device="meta"), param.requires_grad
@@ -740,15 +740,19 @@ def _check_owned(
         raise OptimizerError(msg)
 
 
-# The device of an optimizer's state: counts are on the CPU, all else is with the parameter.
+# The device of an optimizer's state: counts are on the CPU, other entries on the parameter's
+# device.
 #
 # torch's optimizers count the updates of each parameter in a tensor, and read it to compute
-# other numbers. On a GPU, each read would wait. So the count is on the CPU, unless a kernel
-# reads it.
+# other numbers. If the count were on a GPU, each read would wait for the GPU. So the count is
+# on the CPU, unless a GPU kernel reads it.
 
 
 def is_count(key: str, value: torch.Tensor) -> bool:
-    """Return whether an entry is a scalar such as a count, and not a value like the parameter."""
+    """Return whether an entry of the state is a scalar, such as a count of updates.
+
+    Counts are on the CPU. Other entries, such as moments, are on the parameter's device.
+    """
     return key in {"step", "mu_product", "eta", "mu"} and not value.dim()
 
 
@@ -803,7 +807,7 @@ _MOMENTS = {1: ("exp_avg_sq",), 2: ("exp_avg_sq_row", "exp_avg_sq_col")}
 
 
 class _Model:
-    """An object that the package uses as the model; it has only the parameter to update."""
+    """An object that lomo-optim uses as the model; it has only the parameter to update."""
 
     def __init__(self) -> None:
         self.named: NamedParameters = []
@@ -818,7 +822,7 @@ class _Model:
 
 
 class PerParameter(Optimizer):
-    """A torch optimizer that calls the package's update function for each parameter."""
+    """A torch optimizer that calls lomo-optim's update function for each parameter."""
 
     def __init__(
         self, named: NamedParameters, kind: type, options: dict[str, Any]
@@ -856,7 +860,7 @@ class PerParameter(Optimizer):
                     inner.grad_func(None)
 
     def _lend_moments(self, inner: Any, param: nn.Parameter) -> None:
-        """Let the package's update of a parameter use the moments in this optimizer's state."""
+        """Let lomo-optim's update of a parameter use the moments in this optimizer's state."""
         entry, names = self.state[param], _MOMENTS[param.ndim]
         if not entry:
             entry["step"] = torch.zeros(())

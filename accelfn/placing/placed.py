@@ -38,7 +38,7 @@ class Guest:
     uses: int = 0
 
     def come(self) -> None:
-        """Count one more use. Copy the parameter to the device before the first use."""
+        """Count one more module that uses the parameter. For the first, copy it there."""
         self.uses += 1
         if self.uses == 1:
             away = self.home.device != self.device
@@ -50,7 +50,7 @@ class Guest:
                 self.param.data = self.home.clone()
 
     def go(self) -> None:
-        """Count one use less. Release the copy on the device after the last use."""
+        """Count one module less that uses the parameter. After the last, release the copy."""
         self.uses -= 1
         if not self.uses:
             self.param.data = self.home
@@ -156,9 +156,9 @@ def _can_be_sent(guest: Guest) -> bool:
 def let_in(
     stack: ExitStack, module: nn.Module, guests: tuple[Guest, ...], loader: Ahead | None
 ) -> None:
-    """Add hooks that copy guests before a module's forward, and release them after it.
+    """Add hooks that copy offloaded parameters before a module's forward, then release them.
 
-    The guests are also released if the forward raises an error.
+    The parameters (guests) are also released if the forward raises an error.
     """
 
     def before(_module: nn.Module, _args: Any) -> None:
@@ -237,7 +237,7 @@ def on_devices(
         values = _values(model, named, weights)
         sources = stack.enter_context(_fill_parameters(model, values))
         stack.enter_context(mark_placed(model))
-        units = units_of(model)  # again, because parameters were replaced
+        units = units_of(model)  # list the units again, after parameters were replaced
         _settle(stack, model, plan, units, sources)
         if {*plan.budgets} - {"cpu", DISK}:
             _follow(stack, model, plan, units)
@@ -347,7 +347,7 @@ def _fill_buffers(
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in state and not buffer.is_meta:
             names_of.setdefault(id(buffer), []).append(name)
-    for names in names_of.values():  # files have one name of a shared buffer
+    for names in names_of.values():  # a file has a shared buffer under one name
         name = next((name for name in names if name in sources), names[0])
         buffer = state[name]
         if name not in sources or sources[name].tensor.shape != buffer.shape:
@@ -431,7 +431,7 @@ def _invite(
     loader: Ahead | None,
 ) -> None:
     """Add hooks to all modules of a unit that may be called. Release all parameters at the end."""
-    for guest in guests.values():  # after Ctrl-C, one may still be on the device
+    for guest in guests.values():  # after Ctrl-C, some may still be on the device
         stack.callback(setattr, guest.param, "data", guest.home)
     for call in [c for part in unit for c in calls_of(part)]:
         some = {id(t): guests[id(t)] for t in call.tensors if id(t) in guests}

@@ -325,7 +325,7 @@ def plan_devices(
 
 
 def _fits(plan: list[Unit], rest: list[Unit], device: str, limit: int) -> bool:
-    """Return whether a device has room for its units, and for the rest as its own or offloaded."""
+    """Return whether a device has room for its units and for `rest`, placed or offloaded."""
     num_bytes = sum(unit.num_bytes for unit in plan if unit.device == device)
     if num_bytes + sum(unit.num_bytes for unit in rest) <= limit:
         return True

@@ -121,7 +121,7 @@ _METHODS = (
 def _copy_inputs(
     args: Iterable[Any], *, owner: str, field: str
 ) -> Callable[[], list[str]]:
-    """Copy the protected tensors. Return a function that lists the tensors changed since."""
+    """Copy the protected tensors. Return a function that lists those that changed since."""
     tensors: dict[str, torch.Tensor] = {}
     for value in args:
         tensors |= _protected_tensors(value, owner=owner, field=field)
@@ -134,7 +134,7 @@ def _copy_inputs(
 def _protected_tensors(
     value: Any, *, owner: str, field: str
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of one argument that the method must not change, by name."""
+    """Return, by name, the tensors that a method must not change in this argument."""
     if isinstance(value, TrainState):
         return _of_state(value, owner=owner, all_but_slots=field not in _IN_PLACE)
     if isinstance(value, Update):
@@ -228,7 +228,7 @@ def watch_mean(transform: Any, report: Report) -> Any:
 
 
 def sends_all(members: Sequence[Any]) -> Law:
-    """Return the law that unsent rests of gradients are sent later, even if ranks change."""
+    """Return the law that `reduce` later sends what it left out, on any number of ranks."""
     merging = [member for member in members if contract.has_field(member, "merge")]
 
     def law(subject: Subject) -> str | None:
@@ -265,7 +265,7 @@ def sends_all(members: Sequence[Any]) -> Law:
 
 
 def _sum_reduced(state: TrainState, steps: range, size: float) -> _Reduced:
-    """Run `reduce` in some updates. Return the sums of its results, of the means, and the slots."""
+    """Run `reduce` in some updates. Return two sums (results, true means), and the slots."""
     world = state.world
     generator = torch.Generator().manual_seed(world.rank)
     # weights differ between ranks, and their sum is the same for any number of ranks
@@ -555,7 +555,7 @@ class skips_often:
     """A transform that skips two of every five updates, but not two in a row."""
 
     def grads(self, grads: Grads, slot: None, update: Update) -> tuple[Grads, None]:
-        """Skip these updates on all ranks."""
+        """Skip two of every five updates on all ranks."""
         return grads.with_skip(update.num_tried % 5 in (1, 4), agreed=True), slot
 
 
@@ -651,7 +651,7 @@ def _evaluates_purely(subject: Subject) -> str | None:
 
 
 def _owes_once(subject: Subject) -> str | None:
-    """A second `finalize` changes nothing. After it, all ranks have the same parameters."""
+    """After `finalize`, all ranks have equal parameters. A second call changes nothing."""
 
     def rank(world: World) -> tuple[History, History]:
         once, again = History(), History()

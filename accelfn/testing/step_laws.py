@@ -315,7 +315,7 @@ def split_law(members: Sequence[Any], build: Around) -> Law:
         if not subject.splits:
             return None
         with warnings.catch_warnings():
-            # accelfn would warn that all ranks take the same samples, which is intended here
+            # do not warn that all ranks use the same samples, which is intended here
             warnings.simplefilter("ignore", AccelfnWarning)
             reference = _histories(subject, build(base), 1)
             if isinstance(reference, str):

@@ -127,7 +127,7 @@ def _foreseen(entries: Mapping[int, Entry], ranks: int) -> Payload:
 
 
 def _on_a_line(values: Mapping[int, Fraction], at: int) -> Fraction | None:
-    """Return the value at `at` of a line through all points; None for a falling or no line.
+    """Return the value at `at` on a line through all points; None if none fits or it falls.
 
     A payload that falls with the number of ranks is one piece of a split tensor. The padding or
     the smaller last piece depends on the number of ranks, so a line would be wrong.

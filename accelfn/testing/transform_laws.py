@@ -172,7 +172,7 @@ def _note_options(transform: Any, options: list[str], acts: Acted) -> Any:
         if name in options:
             frame = inspect.currentframe()
             caller = frame and frame.f_back and frame.f_back.f_code.co_name
-            if caller not in ("_repr", "__eq__", "__hash__"):  # these do not count
+            if caller not in ("_repr", "__eq__", "__hash__"):  # not a use
                 acts[f"{transform!r}.{name}"] = {0}
         return object.__getattribute__(self, name)
 
@@ -201,7 +201,7 @@ def _note_method(note: Callable[[str, int], None]) -> Callable[..., Any]:
         busy.add(world.rank)
         # in a skipped update, compare with the slot that would remain without this method
         old_slot = update.state.slots.get(self.name) if update.skipped else slot
-        # ignore the slot of transforms whose ranks diverge: they count until the next exchange
+        # ignore the slot if ranks train apart: it counts updates until the next exchange
         counts = field == "after_update" and "apart" in contract.facts_of(self)
         before = _copy_values(field, value, old_slot, counts=counts)
         num_calls = len(world.connection.activity.trail)

@@ -84,7 +84,7 @@ class _Jsonl:
                 return
         except OSError as error:
             number = error.errno or errno.EIO
-        with suppress(OSError):  # else the next tracker removes the incomplete line
+        with suppress(OSError):  # if this fails, the next tracker removes the line
             os.ftruncate(self._handle, end)
         raise OSError(number, os.strerror(number), str(self.backend))
 
@@ -163,10 +163,13 @@ class Log:
     Attributes:
         path: the file.
         hyperparameters: the last tracked value of each hyperparameter; can be nested.
-        metrics: values by name, then by step, sorted; the last value of each step.
+        metrics: for each name, a dict from step to value, sorted by step. If the file has
+            several values for a step, the dict has the last one.
         times: the time of each step's last record, in seconds since 1970.
-        resumed: for each time that a tracker opened the file again, the last step before.
-        superseded: the number of records that were dropped because the run went back.
+        resumed: for each time that a tracker opened the file again, the last step that the file
+            had before.
+        superseded: the number of records that were dropped, because the run was resumed from an
+            earlier step and wrote records of these steps again.
         unfinished: whether the last line is incomplete, because it is being written, or because
             its writing was interrupted.
     """

@@ -405,7 +405,7 @@ class Tracker:
             self._tell(topic, values, lambda sink, x: sink.hyperparameters(x))
 
     def images(self, images: Mapping[str, torch.Tensor], step: int) -> None:
-        """Track images: by name, tensors of shape (channels, height, width).
+        """Track images: a dict from names to tensors of shape (channels, height, width).
 
         Images are uint8, or floating-point with values from 0 to 1. If a floating-point image has
         other values, accelfn does not track the image and warns.
@@ -655,7 +655,7 @@ def picture(image: Pixels, *, extra: str) -> Any:
 
 @attrs.define
 class Kept:
-    """The values that `in_memory` keeps: by name, then by step."""
+    """The values that `in_memory` keeps: for each name, a dict from step to value."""
 
     metrics: dict[str, dict[int, float]] = attrs.field(factory=dict)
     hyperparameters: dict[str, Plain] = attrs.field(factory=dict)

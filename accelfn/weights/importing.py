@@ -427,7 +427,7 @@ def fill_model(
 def _give(
     target: Target, incoming: Incoming, name: str, place: Placement, places: _Places
 ) -> None:
-    """Fill one tensor of the model with the saved tensor of a name.
+    """Fill one tensor of the model with the saved tensor called `name`.
 
     No reference to the saved values remains, so their memory is free for the next tensor.
     """

@@ -40,7 +40,7 @@ def register_profiles(*, replace: bool = False) -> None:
     Args:
         replace: whether to replace existing profiles of these names, such as Hypothesis's `ci`.
     """
-    from hypothesis import HealthCheck, settings  # noqa: PLC0415 - see above
+    from hypothesis import HealthCheck, settings  # noqa: PLC0415 - only if needed
 
     for name, options in _PROFILES.items():
         if replace or not _is_registered(name):

@@ -108,7 +108,7 @@ class Call:
 
     @property
     def shapes(self) -> str:
-        """The shapes and dtypes that all ranks share; for an all_to_all, this rank's."""
+        """The shapes and dtypes that all ranks share; for an all_to_all, those of this rank."""
         if not self.kind.startswith("all_to_all"):
             return _format_tensors(self._common())
         return (

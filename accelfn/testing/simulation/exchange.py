@@ -522,7 +522,10 @@ class Exchange:
         self._status.exit(call.rank)
 
     def activity(self, rank: int) -> connection.Activity:
-        """Create a rank's activity at its start. With planned faults, it reports updates."""
+        """Create a rank's activity: the record of its current update and collective label.
+
+        If faults are planned, the record reports the start of each update.
+        """
         activity = connection.Activity()
         if self.faults or self._gone:
             activity.on_update = partial(self.begin_update, rank)
@@ -651,7 +654,7 @@ class SharedValues:
     def compare(
         self, rank: int, label: str, lines: list[str]
     ) -> tuple[int, list[str]] | None:
-        """Compare with the first rank's value. Return that rank and value if they differ."""
+        """Compare a value with the first rank's. Return that rank and value if they differ."""
         self._num_given[rank, label] += 1
         place = label, self._num_given[rank, label]
         first = self._first.setdefault(place, (rank, lines))

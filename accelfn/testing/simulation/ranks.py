@@ -440,7 +440,7 @@ def _raise(plan: Plan, errors: list[Ended]) -> NoReturn:
     try:
         raise error
     finally:
-        del error  # see _run's body
+        del error  # avoid a reference cycle with this frame
 
 
 def _origin(

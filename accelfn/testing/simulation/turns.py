@@ -316,7 +316,8 @@ class Regroup:
         """Raise an error if a rank did not return as planned, or was not joined after its return.
 
         Raises:
-            SimulationError: there is such a rank. The message names the first.
+            SimulationError: a rank did not return or was not joined. The message names the
+                first.
         """
         for rank, update in self._coming.items():
             msg = (
