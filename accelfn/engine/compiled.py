@@ -56,8 +56,8 @@ class Compiler:
     ) -> "Compiled":
         """Return `graph`, compiled for a loss function that is its first argument.
 
-        The cache is by the loss function before transforms wrap it, because they wrap it again
-        in each update.
+        The cache key is the loss function before transforms wrap it, because transforms wrap
+        the function again in each update.
         """
         compiled_fn = self._losses.get(loss_fn)
         if compiled_fn is None:
@@ -84,7 +84,7 @@ class Compiled:
     """A function compiled by torch.compile, with the same signature."""
 
     def __init__(self, fn: Callable[..., Any], name: str, compiler: Compiler) -> None:
-        """Initialize with the compiled function and its name in messages."""
+        """Initialize with the function to compile, its name for messages, and the compiler."""
         # not imported at the top, because the import takes a second
         from torch._dynamo import config, exc, utils  # noqa: PLC0415
 
@@ -109,7 +109,7 @@ class Compiled:
 
     @property
     def _is_first(self) -> bool:
-        """Whether this is the first pass with this function, which compiles it."""
+        """Whether this is the function's first pass, in which torch compiles the function."""
         return self._first_pass in (0, self._compiler.num_passes)
 
     def _first(self, *args: Any) -> Any:
@@ -123,8 +123,8 @@ class Compiled:
         """Call a function that calls torch.autograd.grad.
 
         Dynamo can trace such a call only with the option `trace_autograd_ops`. Setting the
-        option takes a fifth of a small step. So it is set only if the call fails without it,
-        because something must be compiled.
+        option takes a fifth of the time of a small step. So the option is set only in the first
+        pass, and if a later call fails because torch must compile again.
         """
         if not self._is_first:
             before = self._stats["unique_graphs"]
@@ -193,7 +193,7 @@ def join_loss(is_loss: bool, plain: Any) -> Any:  # noqa: FBT001 - from `split_l
 
 
 def detach_tree(leaf: Any) -> Any:
-    """Detach the tensors of a loss in plain data."""
+    """Detach a leaf of a loss in plain data, if the leaf is a tensor."""
     if isinstance(leaf, torch.Tensor):
         return leaf.detach()
     if isinstance(leaf, dict):
@@ -203,12 +203,12 @@ def detach_tree(leaf: Any) -> Any:
     return leaf
 
 
-# Runners of compiled losses: forward and backward pass as one graph, as two graphs, or by
-# region.
+# Runners of compiled losses: forward and backward pass as one graph or as two graphs, or only
+# selected modules (regions) are compiled.
 #
-# One graph gives the compiler the most freedom, and does not use autograd when it runs. It is
-# possible only if the initial gradient is 1 and there is no collective between the passes.
-# Otherwise forward and backward pass are two graphs, inside another runner.
+# One graph gives the compiler the most freedom, and does not use autograd when it runs. One
+# graph is possible only if the initial gradient is 1 and no collective runs between the passes.
+# Otherwise forward and backward pass are two graphs, and another runner calls them.
 
 
 class OneGraphRunner:
@@ -285,8 +285,8 @@ class OneGraphRunner:
         """Copy gradients that share memory with another tensor.
 
         Gradients are scaled in place, but a compiler may return one tensor for two equal
-        results, or an input as a result. This depends only on the graph, so it is checked once
-        per graph.
+        results, or an input as a result. Whether tensors share memory depends only on the
+        graph, so the check runs once per graph.
         """
         if compiled_fn.num_compiled != self._num_compiled:
             self._num_compiled = compiled_fn.num_compiled
@@ -308,7 +308,7 @@ class TwoGraphs:
     """
 
     def __init__(self, compiler: Compiler, *, one_graph: bool) -> None:
-        """Initialize with the compiler, and whether one graph is allowed."""
+        """Initialize with the compiler, and whether a loss may be compiled as one graph."""
         self._compiler, self._whole = compiler, one_graph
         self._made: dict[LossFunction | None, Callable[..., Any]] = {}
 
@@ -346,7 +346,7 @@ class TwoGraphs:
     def _in_one_graph(
         self, origin: LossFunction | None, model: nn.Module
     ) -> Callable[..., Any]:
-        """Return a loss with a double backward, compiled together with its gradients."""
+        """Return one graph of a loss that computes gradients, and of the loss's own gradients."""
         params = [p for p in model.parameters() if p.requires_grad]
         compiled_fn = self._compiler.compile(_one_graph(params), qualname(origin))
 

@@ -59,10 +59,10 @@ class Attention:
                 raise LossError(msg)
 
     def check_mask(self, num_queries: int, num_keys: int) -> None:
-        """Raise unless the mask has all positions.
+        """Raise unless the mask covers all positions of the unsplit sequence.
 
         Raises:
-            LossError: the mask has another number of positions.
+            LossError: the mask has another number of query or key positions.
         """
         mask, lengths = self.attn_mask, (num_queries, num_keys)
         if mask is None:
@@ -124,10 +124,11 @@ _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 
 
 def _refuse_rerun() -> None:
-    """Raise in layers that torch runs again in the backward pass, without this mode.
+    """Raise in a layer that torch would run a second time outside of this mode.
 
-    Two kinds of layers are allowed. Layers without gradients, such as a teacher's, run only
-    once. `af.checkpoint_activations` enters this mode again for the second run.
+    torch's activation checkpointing runs a layer again in the backward pass. Two kinds of layers
+    are allowed. Layers without gradients, such as a teacher's, run only once.
+    `af.checkpoint_activations` enters this mode again for the second run.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -207,7 +208,7 @@ def _check_heads(attention: Attention, ranks: World) -> None:
 def exchange_heads(
     tensors: Sequence[torch.Tensor], ranks: World, dims: tuple[int, int]
 ) -> tuple[torch.Tensor, ...]:
-    """Run an all-to-all that splits the first of two dims, and gathers the second.
+    """Run an all-to-all that splits tensors along `dims[0]` and joins them along `dims[1]`.
 
     The backward pass is the reverse exchange.
     """
@@ -249,8 +250,8 @@ class _Exchange(torch.autograd.Function):
 # "Online normalizer calculation for softmax"). The gradients of a block follow from the result
 # and the `lse` of all blocks together (Dao et al. 2022, "FlashAttention").
 #
-# torch's internal kernels compute both where possible, because its public attention function
-# does not return `lse`.
+# Where possible, torch's internal kernels compute the result and the `lse`, because torch's
+# public attention function does not return the `lse`.
 
 
 Three: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -277,7 +278,7 @@ class Block:
     scale: float
 
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each query's result and `lse`."""
+        """Return each query's result, and its log-sum-exp of scores (`lse`)."""
         kernel = self._kernel()
         if kernel is None:
             products = self._products()
@@ -374,7 +375,7 @@ def join(
 
 
 def finite(lse: torch.Tensor) -> torch.Tensor:
-    """Replace minus infinity by 0, so that differences are not NaN."""
+    """Replace minus infinity by 0, so that a difference of two values is not NaN."""
     return lse.masked_fill(lse == _NOTHING, 0.0)
 
 
@@ -466,11 +467,12 @@ def _expand_heads(tensor: torch.Tensor, block: Block) -> torch.Tensor:
 #
 # Each rank keeps its queries, and passes keys and values to the next rank, until every query
 # has been combined with all keys. In the backward pass, keys and values go around the ring once
-# more, followed by their gradients.
+# more, followed by the gradients of keys and values.
 #
 # Under a causal mask, early positions attend to few keys and late positions to many. So each
-# rank has one piece from the start and one piece from the end of the sequence, and computes
-# half a block with every other rank (the order of "zigzag" ring attention).
+# rank has one piece from the start and one piece from the end of the sequence. Then, with the
+# keys of each of the other ranks, it computes half of the scores between all its queries and
+# all these keys, so all ranks have equal work (the order of "zigzag" ring attention).
 
 
 _RING = "context_parallel: keys and values round a ring"
@@ -509,7 +511,10 @@ class Ring:
     def _masks(
         self, attention: Attention, dtype: torch.dtype
     ) -> list[torch.Tensor | None]:
-        """Return the masks of this rank's queries and each rank's keys."""
+        """Return one mask for each rank, in the order of `owners`; None means no mask.
+
+        A mask is for this rank's queries and the keys of the other rank (or its own keys).
+        """
         size = self._ranks.size
         lengths = [
             part.shape[POSITIONS] * size for part in (attention.query, attention.key)
@@ -523,8 +528,8 @@ class Ring:
             mask = zeros.masked_fill(~mask, -torch.inf)
         mask = _as_autocast(mask)[(None,) * (4 - mask.ndim)]
         rows = _of_pieces(mask, -2, self.num_pieces, self.pieces)
-        # a row may be masked by large finite numbers; without this, its `lse` would be such a
-        # number
+        # a mask may have large finite numbers, such as -1e9, instead of -inf. Subtract each row's
+        # maximum, because an `lse` near -1e9 would lose the scores in rounding
         if rows.shape[-1]:
             rows = rows - finite(rows.detach().amax(-1, keepdim=True))
         return [
@@ -599,19 +604,19 @@ def _check_ring(attention: Attention) -> None:
 
 @attrs.frozen
 class _Meetings:
-    """Makes the blocks of this rank's queries with each rank's keys."""
+    """Creates the `Block` of this rank's queries and the keys of any rank."""
 
     ranks: World
     is_causal: bool = attrs.field(kw_only=True)
     scale: float = attrs.field(kw_only=True)
 
     def places(self, owner: int, length: int) -> tuple[slice, slice]:
-        """Return which of this rank's queries attend to which keys of a rank.
+        """Return slices of this rank's queries, and of the keys of `owner` that they attend to.
 
-        Without a causal mask, all queries attend to all keys. With one, both pieces of this
-        rank attend to the first pieces of earlier ranks. Only its second piece attends to later
-        ranks, to both of their pieces, because second pieces are in reverse order. The block of
-        a rank's own keys is causal.
+        Without a causal mask, all queries attend to all keys. With a causal mask, both pieces of
+        this rank attend to the first piece of an earlier rank. Both pieces of a later rank are
+        between the two pieces of this rank, so only this rank's second piece attends to them.
+        The block of a rank's own keys is causal.
         """
         half = length // 2
         if not self.is_causal or owner == self.ranks.rank:

@@ -36,10 +36,10 @@ from accelfn.world import World
 
 # Compress the gradients in the buckets of DistributedDataParallel.
 #
-# Before compression, gradients are divided by the total weight of the losses, so that they are
-# near the mean gradient. Then 16 bits do not overflow for large batches, and the errors of one
-# update have the right scale in the next update. A loss scale brings small gradients into the
-# range of 16 bits. Methods without 16 bits divide it out.
+# Before compression, gradients are divided by the total weight of the losses, so that they have
+# about the size of the mean gradient. Then 16 bits do not overflow for large batches, and the
+# compression errors of one update have the right scale in the next update. A loss scale brings
+# small gradients into the range of 16 bits. PowerSGD divides gradients by the loss scale.
 
 
 Gradients: TypeAlias = Mapping[str, torch.Tensor]
@@ -64,12 +64,12 @@ class Narrow:
         self._is_scaled = loss_scale is not None
 
     def weigh(self, weight: torch.Tensor) -> None:
-        """Choose the divisor of gradients: the power of 2 that is the weight or the next above.
+        """Choose the divisor of gradients: the smallest power of 2 that is at least the weight.
 
         Dividing by a power of 2 does not round.
         """
         mantissa, exponent = torch.frexp(weight)
-        # the weight is a power of 2
+        # if the mantissa is 0.5, the weight itself is a power of 2
         exponent = exponent - (mantissa == 0.5).to(exponent)
         unit = torch.ldexp(torch.ones_like(weight), exponent)
         divides = (weight > 0) & (not self._is_scaled)
@@ -88,13 +88,13 @@ class Narrow:
         return work.get_future().then(widen)
 
     def end(self) -> dict[str, Any]:
-        """Return no slots, because sums in 16 bits keep nothing."""
+        """Return no slots, because sums in 16 bits keep no errors for the next update."""
         return {}
 
 
 @attrs.frozen
 class _Matrix:
-    """A gradient as a matrix, in units of the mean gradient, and its last factor."""
+    """A gradient, its matrix at the scale of the mean gradient, and its last thin factor."""
 
     name: str
     gradient: torch.Tensor
@@ -103,10 +103,11 @@ class _Matrix:
 
 
 class LowRank:
-    """PowerSGD: reduces each matrix as a product of two thin matrices, with error feedback.
+    """PowerSGD: reduces each matrix as a product of two thin matrices (factors).
 
-    Each matrix is compressed independently, under its parameter's name. So a resumed run with
-    other buckets gives the same result.
+    Each rank adds the error of this approximation to its next gradient. Each matrix is
+    compressed independently, under its parameter's name. So a resumed run with other buckets
+    gives the same result.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class LowRank:
         return future
 
     def _pays(self, gradient: torch.Tensor) -> bool:
-        """Return whether the factors are smaller than the matrix, by the minimum rate."""
+        """Return whether the two factors are smaller than the matrix by the minimum rate."""
         if gradient.ndim < 2 or not gradient.numel():
             return False
         rows, columns = _shape(gradient)
@@ -176,7 +177,7 @@ class LowRank:
         return _Matrix(name, gradient, rows, torch.linalg.qr(factor).Q)
 
     def _draw_factor(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Draw an initial factor, equal on all ranks."""
+        """Draw the initial thin factor of a parameter, equal on all ranks."""
         key = draws.key(self._seed, self._state, self.name)
         seed = draws.key(key, name) % 2**63
         generator = torch.Generator().manual_seed(seed)
@@ -225,7 +226,7 @@ class LossModule(nn.Module):
 
     `weight` is a parameter that no optimizer steps. Its gradient is set to the weight of the
     loss. DDP reduces this gradient in its buckets, so the total weight of all ranks needs no
-    extra collective. It is a separate root of the backward pass, and adds no work to the loss.
+    extra collective. `weight` is a separate root of the backward pass, and adds no work.
     """
 
     def __init__(
@@ -298,8 +299,9 @@ class LeanDDP(DistributedDataParallel):
     def learn(self) -> None:
         """Use the next pass, which reduces gradients, as the static graph.
 
-        If the static graph is set earlier, torch adds the passes before that one to the graph.
-        It then waits for gradients that never come, and reduces nothing any more (torch 2.13).
+        If the static graph is set earlier, torch also adds passes without a reduction to the
+        graph. torch then waits for gradients that never come, and reduces nothing any more
+        (torch 2.13).
         """
         self._set_static_graph()
 
@@ -349,7 +351,7 @@ def _gradients(bucket: dist.GradBucket) -> list[torch.Tensor]:
 
 
 def _laid_out(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return a flat part of a bucket as a gradient, with the strides of its parameter."""
+    """Return a gradient from its flat piece of a bucket, with the parameter's strides."""
     if param.is_complex():
         part = torch.view_as_complex(part.view(param.numel(), 2))
     dense = torch.ops.aten.is_non_overlapping_and_dense.default
@@ -428,7 +430,7 @@ class DDPRunner:
         """Return the loss. Without `sync`, DDP does not prepare to reduce gradients."""
         self._sync = sync
         ddp = self._ddp
-        # otherwise torch treats a pass after `no_sync` as its continuation
+        # otherwise torch treats a pass after `no_sync` as part of the earlier update
         ddp.require_forward_param_sync = samples.begins
         with self._forward:
             if sync and self._learns:
@@ -443,7 +445,7 @@ class DDPRunner:
     def backward(
         self, scalar: torch.Tensor, scale: Number | None, weight: Number
     ) -> torch.Tensor | None:
-        """Add the gradients of `scalar * scale`; with sync, average them and the weight."""
+        """Add the gradients of `scalar * scale`; with sync, average gradients and weight."""
         del scalar  # DDP may have wrapped this scalar
         assert self._roots is not None  # noqa: S101 - forward set it
         (scalar, root), self._roots = self._roots, None

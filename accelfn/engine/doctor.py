@@ -185,15 +185,15 @@ def _advise_token_weights(batch: Any) -> None:
 # Checks at the first call of a loss function: a loaded state that was dropped, and batches that
 # are not split.
 #
-# Replicas that all train on the same samples stay equal, so only a look at the batch shows that
-# each rank does all the work.
+# Replicas that all train on the same samples stay equal. So only a comparison of their batches
+# shows that each rank does all the work.
 
 
 def examine_call(state: TrainState, batch: Any) -> None:
     """Examine the first call of a loss function, after ranks have compared their definitions.
 
-    Cost: at the first batch of a definition, an all-gather of 8 bytes, if the setup has
-    `shard_data`, the state has no data, and the batch is not from `af.batches`. Otherwise none.
+    Cost: an all-gather of 8 bytes at the first batch of a definition. It runs only if the setup
+    has `shard_data`, the state has no data, and the batch is not from `af.batches`.
     """
     definition = state.definition
     is_main, cache = definition.world.is_main, definition.cache
@@ -330,7 +330,7 @@ _GRADIENTS_DIFFER = (
 def _rows(state: TrainState) -> dict[str, str]:
     definition = state.definition
     names = {id(p): n for n, p in definition.skeleton.module.named_parameters()}
-    # first: ranks that read data together report it
+    # these rows are first, so that the error shows a difference of the data readers first
     rows = reader_rows(definition.data)
     rows |= {"seed": str(state.seed)}
     for i, transform in enumerate(definition.setup):
@@ -393,7 +393,7 @@ _Numbers: TypeAlias = dict[tuple[str, str], float]
 class Counters:
     """Finds counters that objects keep outside the state, in the first passes or updates.
 
-    torch's own classes keep none, and are not checked.
+    torch's own classes keep no such counters, and are not checked.
     """
 
     def __init__(self, owners: list[tuple[str, object]], advice: str) -> None:
@@ -412,7 +412,10 @@ class Counters:
         return cls(user_objects, advice) if user_objects else None
 
     def look(self) -> bool:
-        """Record numbers after a pass, and warn after the last; return whether to continue."""
+        """Record the objects' numbers after a pass; return whether to check further passes.
+
+        After the last checked pass, warn about numbers that count the passes.
+        """
         self._seen.append(
             {
                 (path, name): value
@@ -434,10 +437,10 @@ class Counters:
 
 
 def _numbers(attributes: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield an object's numbers by name: numbers, numbers in dicts, and lengths of lists.
+    """Yield the numbers in an object's attributes, each with its name.
 
-    For a tensor it is the number of in-place writes. If each pass creates the tensor, that
-    number is constant.
+    They are plain numbers, numbers in dicts, lengths of lists, and for a tensor its number of
+    in-place writes. If each pass creates the tensor again, its number of writes is constant.
     """
     for name, value in attributes.items():
         if type(value) in (int, float):

@@ -106,7 +106,7 @@ class Buffers:
     def begin(self, values: Mapping[str, torch.Tensor]) -> None:
         """Set the buffers' values for a forward pass.
 
-        They are `values` of earlier passes, or otherwise the state's.
+        A buffer gets its value in `values`, from an earlier pass, or the state's value.
         """
         if not self._home:
             return
@@ -226,7 +226,7 @@ class Engine:
         self.binding, self._runner, self._optimizer = binding, runner, optimizer
         self._holder, self._compression = binding.holder, compression
         self.live_update = live_update
-        # parameters after an update, if they are not the tensors of the state before
+        # the parameters after an update, or None if they are the previous state's tensors
         self.params: Mapping[str, torch.Tensor] | None = None
         definition = state.definition
         self._device = definition.world.device
@@ -246,7 +246,7 @@ class Engine:
         self._forward = runner.forward
         if self._is_whole:
             self._forward = order_norms(module, runner.forward)
-        # by the loss function's code: leaves of its graph that do not belong to the state
+        # for each loss function's code, the leaves of its graph that are not in the state
         self._untracked: dict[Any, list[ref[torch.Tensor]]] = {}
         parts = optimizer.parts if isinstance(optimizer, LiveOptimizer) else ()
         # the divisor that the optimizer's kernel applies to the gradients of the prepared
@@ -256,7 +256,7 @@ class Engine:
 
     def bind(self, state: TrainState) -> None:
         """Point module and optimizer to the state's tensors, unless they already do."""
-        # with a holder, the user only gets copies
+        # with a holder (DeepSpeed), the user gets only copies of the tensors
         if state.definition.cache.has_shown and self._holder is None:
             _reset_autograd(state)
         params = state._params  # pyright: ignore[reportPrivateUsage]
@@ -283,7 +283,7 @@ class Engine:
         loss_scale: torch.Tensor | None,
         may_be_kept: bool,
     ) -> tuple[Metrics, Grads]:
-        """Run the loss forward and backward, and add to `into`; the state stays unchanged.
+        """Run loss and backward pass; add the gradients to `into`. No state is changed.
 
         If `may_be_kept`, the caller may use the gradients after the next pass.
         """
@@ -299,7 +299,7 @@ class Engine:
         compression = self._compression if sync else None
         buffers: Mapping[str, torch.Tensor] = {} if into is None else into.buffers
         try:
-            if samples.known == 0:  # the pass of a filler may write into its buffers
+            if samples.known == 0:  # a filler's pass may write into `buffers`
                 buffers = tree.clone(dict(buffers))
             self._buffers.begin(buffers)
             if compression is not None:
@@ -326,7 +326,7 @@ class Engine:
         grad_info = GradInfo(
             divisor=weight if mean_weight is None else mean_weight,
             num_averaged=1 if mean_weight is None else self._num_losses,
-            # weights are never negative, so it is enough if one rank has a weight
+            # weights are never negative, so their sum is not 0 if this rank's weight is not
             has_weight=not isinstance(weight, torch.Tensor) and weight >= 1,
             loss_scale=loss_scale,
             cursor=cursor,
@@ -358,7 +358,7 @@ class Engine:
         sync: bool,
         loss_scale: torch.Tensor | None,
     ) -> tuple[ReadLoss, torch.Tensor | None]:
-        """Run forward and backward; return the loss, and the ranks' mean weight if reduced."""
+        """Run forward and backward; return the loss, and after a reduction the mean weight."""
         activity, outer = self._activity, self._activity.samples
         activity.samples, activity.has_coupled = samples, False
         has_profiler = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
@@ -379,11 +379,11 @@ class Engine:
     ) -> dict[str, torch.Tensor]:
         """Return the buffers after the filler of an empty share.
 
-        Only buffers that depend on all ranks, such as synchronized statistics, keep the pass's
-        values.
+        Only buffers that depend on all ranks, such as synchronized statistics, get their values
+        from the filler's pass.
         """
         names = self._of_all_ranks
-        if self._activity.has_coupled:  # for example, the loss updates a center
+        if self._activity.has_coupled:  # such as a loss that averages a center
             names = new_buffers.keys() - self._of_this_rank
         return {**buffers, **{n: new_buffers[n] for n in new_buffers.keys() & names}}
 
@@ -401,7 +401,7 @@ class Engine:
             live[name] = with_local(grad, part) if is_shard(grad) else part
 
     def prepare(self, state: TrainState, grads: Grads, hyper: Assignments) -> None:
-        """Set the gradients for the optimizer, divided unless its kernel divides them.
+        """Set the gradients for the optimizer; divide them unless the kernel divides.
 
         Raises:
             GradsError: the gradients do not fit the parameters.
@@ -414,7 +414,7 @@ class Engine:
             self.binding.put_gradients(grads)
 
     def finish(self, grads: Grads) -> OptState:
-        """End an update that the backward pass made; return the optimizer's state by name."""
+        """End an update that the backward pass made; return the optimizer state by parameter."""
         assert self.live_update is not None  # noqa: S101 - the update was planned
         return self._end_update(grads, self.live_update.end())
 
@@ -425,7 +425,7 @@ class Engine:
     def update(
         self, grads: Grads, hyper: Assignments, skip: torch.Tensor | None = None
     ) -> OptState | None:
-        """Step the optimizer on the state's tensors, in place; return its state by name.
+        """Step the optimizer on the state's tensors; return its state by parameter name.
 
         If the flag `skip` is 1 on the device, nothing changes. If the optimizer itself skips an
         update with infinite or NaN gradients, nothing changes and the result is None.

@@ -90,7 +90,7 @@ def _callable_members(container: nn.Module) -> Iterator[nn.Module]:
 
 
 def _outermost_lists(module: nn.Module) -> list[nn.ModuleList]:
-    """Return the outermost module lists, such as the list of blocks, but no lists in blocks."""
+    """Return the module lists that are not inside another module list."""
     if isinstance(module, nn.ModuleList):
         return [module]
     return [found for child in module.children() for found in _outermost_lists(child)]
@@ -203,7 +203,7 @@ def reduce_scatter_by_gloo(
 
 
 class OrderedCollective(DefaultAllocMixin):
-    """A collective of a unit that waits for its turn."""
+    """A collective of a unit, which waits for its turn in the common order."""
 
     def __init__(self, reach: Callable[[], object], make: Callable[..., Any]) -> None:
         """Initialize with the function that waits for the turn, and the collective."""
@@ -245,7 +245,7 @@ class UnitOrder(CallOrder):
         super().__init__(ranks, calls)
 
     def end(self, note: int = 0) -> list[int]:
-        """End the pass on all ranks; return the `note` of each rank."""
+        """End the pass on all ranks; return the number `note` that each rank passed."""
         notes = super().end(note)
         for (
             unit
@@ -292,8 +292,9 @@ class UnitOrder(CallOrder):
 # `ShardBinding` connects a state's sharded parameters with torch's `fully_shard`.
 #
 # For each parameter, torch keeps three tensors: the gathered parameter; a DTensor, which is in
-# the module between gathers; and a flat view of the shard, which torch gathers. The last two
-# share the memory of the state's value. So does the plain parameter that the optimizer steps.
+# the module between gathers; and a flat view of the shard, which torch gathers. The DTensor and
+# the flat view share the memory of the state's value. The plain parameter that the optimizer
+# steps also shares this memory.
 
 
 # torch's FSDP has no public names for the attributes of a parameter
@@ -314,7 +315,7 @@ class Unit(FSDPParamGroup):
     came: set[FSDPParam]
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Gather the unit for a forward pass; raise if the gather would replace other values.
+        """Gather the unit for a forward pass; raise if the loss uses other values for it.
 
         Raises:
             LossError: the loss calls the unit with other parameters.
@@ -432,7 +433,7 @@ class Splitter:
         fully_shard(root, mp_policy=self._policy(root), **how)
 
     def _policy(self, unit: nn.Module) -> MixedPrecisionPolicy:
-        # without this, torch would reduce in the gather dtype
+        # without a reduce dtype, torch would reduce gradients in the gather dtype
         own = next((param.dtype for param in unit.parameters() if param.ndim), None)
         dtype = self.reduce_dtype or (own if self.gather_dtype else None)
         return MixedPrecisionPolicy(param_dtype=self.gather_dtype, reduce_dtype=dtype)
@@ -526,14 +527,14 @@ class ShardBinding:
         self.order = UnitOrder(self._definition.copy, units, by_gloo=carries)
         state: Any = cast("Any", root)._get_fsdp_state()
         state._lazy_init()
-        # torch reduces units that autograd has not reduced in this order, the root last: ranks
-        # may differ in whether a unit's inputs need a gradient
+        # autograd may not reduce all units, because an input may need no gradient on some ranks.
+        # torch reduces the remaining units in this order, so that the root is last
         state._state_ctx.all_states.reverse()
 
     def lend(
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> Callable[..., Any]:
-        """Return a callable that runs `fn(model, ...)` on other values, sharded alike."""
+        """Return a callable that runs `fn(model, ...)` on values sharded like the state's."""
         return lend_sharded(self._definition, self._splitter, params, buffers)
 
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
@@ -661,7 +662,7 @@ def sharded_lender(
 ) -> Callable[
     [Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Callable[..., Any]
 ]:
-    """Return a function like a binding's `lend`, which splits the model by torch's FSDP.
+    """Return a function like `ParamBinding.lend` that shards the model with torch's FSDP.
 
     Args:
         definition: the definition of a state; its layout splits parameters by rows.
@@ -747,7 +748,8 @@ class FSDPRunner:
         self._forward = naming("FSDP forward", ranks)
         self._backward = naming("FSDP backward", ranks)
         self._ones, self._sync, self._ends = Ones(), True, True
-        # of this rank: the parameters used in this update, and those with earlier gradients
+        # on this rank: the parameters used in this update, and the parameters with a gradient
+        # of an earlier micro-batch
         self._used, self._parts = set[str](), set[str]()
 
     def forward(
@@ -779,7 +781,7 @@ class FSDPRunner:
     def backward(
         self, scalar: torch.Tensor, scale: Number | None, weight: Number
     ) -> torch.Tensor | None:
-        """Add the gradients of `scalar * scale`; with sync, average them and the weight."""
+        """Add the gradients of `scalar * scale`; with sync, average gradients and weight."""
         scalar = self._scalar
         del self._scalar
         seed = self._ones.like(scalar) if scale is None else like(scalar, scale)

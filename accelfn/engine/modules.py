@@ -114,7 +114,7 @@ def _outermost(module: nn.Module, name: str, is_meant: Predicate) -> list[nn.Mod
 def apply_module_transforms(module: nn.Module, state: TrainState) -> nn.Module:
     """Apply the `module` methods of the setup's transforms to the engine's module.
 
-    They change the module in place, because its parameters are bound to the state.
+    The methods change the module in place, because its parameters are bound to the state.
 
     Raises:
         ModelError: a transform returned a module with other parameters or buffers.
@@ -265,7 +265,7 @@ class SyncedNorm:
         _combine_statistics(nothing.to(self.ranks.device), self.ranks, self.label)
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Normalize inputs; a collective if batch statistics are used."""
+        """Normalize inputs; with batch statistics, this call is a collective."""
         layer = self._layer
         if not layer.training and layer.running_mean is not None:
             return type(layer).forward(layer, inputs)
@@ -347,7 +347,7 @@ class _Normed(torch.autograd.Function):
             *(grads[0].to(wide), wide, scale, mean, var, nothing, nothing),
             *(False, ctx.eps, masks),  # use the given statistics
         )
-        # ranks may differ in whether an input needs a gradient, so all of them sum
+        # an input may need a gradient on some ranks only, so all ranks take part in the sum
         sums, label = torch.cat([by_weight, by_bias]), f"{ctx.label} backward"
         await_turn(label, ctx.ranks)
         sum_(sums, ctx.ranks, label=label)
@@ -358,7 +358,7 @@ class _Normed(torch.autograd.Function):
             slope = scale * inverse * inverse * weight_total
             offset = scale * inverse * bias_total - slope * mean
             through = wide * _channels(slope, wide) + _channels(offset, wide)
-            # samples that do not count have no effect on the statistics
+            # filler samples have no effect on the statistics
             input_grad = (plain - through if ctx.counts else plain).to(inputs.dtype)
         needs = ctx.needs_input_grad[1:3]
         parameters = [
@@ -467,7 +467,7 @@ def order_norms(module: nn.Module, forward: Callable[..., Any]) -> Callable[...,
 
 
 def norm_buffers(module: nn.Module, *, is_synced: bool) -> frozenset[str]:
-    """Return the names of running statistics: synchronized ones, or those of each rank."""
+    """Return the names of running statistics of the synchronized layers, or of all others."""
     return frozenset(
         f"{path}.{key}" if path else key
         for path, owner in module.named_modules()

@@ -58,7 +58,7 @@ FusedStep: TypeAlias = Callable[[torch.Tensor | None, torch.Tensor | None], bool
 def fused_step(optimizer: Optimizer) -> FusedStep | None:
     """Return a function that steps a fused Adam by its kernel; None for another optimizer.
 
-    The function can be used as long as the tensors of the optimizer's state stay the same.
+    You can use the function while the optimizer's state consists of the same tensors.
     """
     if type(optimizer) not in (Adam, AdamW):
         return None
@@ -200,14 +200,14 @@ _MODE = "train_mode"
 
 
 class OptStateView(Protocol):
-    """Converts optimizer state between local shards and the form that a state has."""
+    """Converts optimizer state between local shards and the form in a `TrainState`."""
 
     def to_state(self, opt_state: OptState) -> OptState:
-        """Return the optimizer state in the form that a state has, from local shards."""
+        """Convert optimizer state from local shards to the form in a `TrainState`."""
         ...
 
     def from_state(self, opt_state: OptState) -> OptState:
-        """Return local shards of the optimizer state, from the form that a state has."""
+        """Convert optimizer state from the form in a `TrainState` to local shards."""
         ...
 
 
@@ -218,8 +218,8 @@ class LiveOptimizer:
     state. All other values in a group are hyperparameters, which belong to the definition.
 
     Attributes:
-        parts: the optimizers that it consists of.
-        skips: whether its kernel can skip an update by a flag on the device.
+        parts: the torch optimizers that a combined optimizer consists of.
+        skips: whether the kernel can skip an update by a flag on the device.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class LiveOptimizer:
         self._kernel = None
         self._versions = None
         self._state = source
-        # the dicts are copies: name the state again after the step
+        # the dicts are copies, so collect the state by parameter name again after the step
         self._num_entries = -1
 
     def expect(self, hyper: Assignments) -> None:
@@ -310,7 +310,7 @@ class LiveOptimizer:
     def divides(self, divisor: Number) -> bool:
         """Return whether the optimizer's kernel divides gradients by `divisor` itself.
 
-        torch's fused optimizers do this for a GradScaler. It saves a pass over the gradients.
+        torch's fused optimizers do this for a GradScaler. This saves a pass over the gradients.
         """
         return (
             self.skips
@@ -324,7 +324,7 @@ class LiveOptimizer:
         divisor: Number | None = None,
         skip: torch.Tensor | None = None,
     ) -> OptState:
-        """Step the optimizer, and return its state by name.
+        """Step the optimizer, and return its state by parameter name.
 
         The optimizer divides gradients by `divisor`, if `divides(divisor)` is true. If `skip`
         is 1, the kernel changes nothing; this needs an optimizer that `skips`.
@@ -370,7 +370,7 @@ class LiveOptimizer:
             part.param_groups, group["params"] = groups, before["params"]
 
     def end(self) -> OptState:
-        """End an update that stepped the parameters one by one; return the state by name.
+        """End an update that stepped parameters one by one; return the optimizer's state.
 
         Groups without any gradient are stepped too, because they may count steps.
         """
@@ -384,7 +384,7 @@ class LiveOptimizer:
         return self.finish()
 
     def finish(self) -> OptState:
-        """Complete an update after the optimizer step; return the optimizer's state by name."""
+        """Complete an update after the optimizer step; return the state by parameter name."""
         self._is_watched = False
         if self._assigned:
             self._put_back()
@@ -398,7 +398,7 @@ class LiveOptimizer:
                 self._check_entries()
             self._state = self._name_state()
             self._num_entries = entries
-            self._versions = None  # make this again with the new entries
+            self._versions = None  # created again for the new entries
             # an optimizer that has hooks is stepped by torch's own step
             has_no_hooks = isinstance(self._step, partial)
             self._kernel = fused_step(self._torch) if has_no_hooks else None
@@ -416,7 +416,7 @@ class LiveOptimizer:
         )
 
     def _begin(self, hyper: Assignments, *, watch: bool) -> None:
-        """Begin an update. To watch tensor versions costs 60 ns per tensor."""
+        """Begin an update; `watch` records tensor versions, which takes 60 ns per tensor."""
         if watch:
             self._versions = self._versions or Versions(self._torch)
             self._versions.begin()
@@ -451,7 +451,7 @@ class LiveOptimizer:
                 attributes.pop(name, None)
 
     def _assign(self, hyper: Assignments) -> None:
-        """Set this update's hyperparameters; reset those that only the last update set."""
+        """Set this update's hyperparameters; reset others that the last update set."""
         over = {
             at: self._base[at[0]][at[1]] for at in self._assigned if at not in hyper
         }
@@ -481,7 +481,7 @@ class LiveOptimizer:
         self._assigned = rest
 
     def _note_changes(self) -> bool:
-        """Record the numbers that the step changed in the parameter groups."""
+        """Record the numbers that a step changed in parameter groups; return if there are any."""
         has_changed = False
         for i, group in enumerate(self._torch.param_groups):
             numbers = self._expected[i]
@@ -569,7 +569,7 @@ class TakesUpdates(Protocol):
         divisor: Number | None = None,
         skip: torch.Tensor | None = None,
     ) -> OptState | None:
-        """Step, and return the optimizer's state by name, or None if it skipped the update."""
+        """Step; return the state by parameter name, or None if the update was skipped."""
         ...
 
 
@@ -815,7 +815,7 @@ class LiveUpdate:
     def divide_by(self, weight: Number) -> None:
         """Set the divisor of the gradients, before any gradient is computed.
 
-        It is the weight of the losses; see `divide_`.
+        The divisor is the weight of the losses; see `divide_`.
         """
         self._divisor = never_zero(weight)
 
@@ -836,7 +836,7 @@ class LiveUpdate:
         self._done.append(self._names[id(param)])
 
     def end(self) -> OptState:
-        """End an update; return the optimizer's state by name."""
+        """End an update; return the optimizer's state by parameter name."""
         self.forget()
         return self._optimizer.end()
 

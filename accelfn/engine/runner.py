@@ -73,8 +73,8 @@ class ParamBinding(Protocol):
     def holder(self) -> Any:
         """The object that hides gradients until the update (DeepSpeed), or None.
 
-        It has `hidden()`, a placeholder for the gradients; `reports()`, metrics of the last
-        update; and `bound`, the parameters of the state after an update.
+        The object has `hidden()`, a placeholder for the gradients; `reports()`, metrics of the
+        last update; and `bound`, the parameters of the state after an update.
         """
         ...
 
@@ -110,7 +110,7 @@ class ParamBinding(Protocol):
 
 
 class ReplicaBinding:
-    """Binds whole parameters on each rank: of one process, or of a DDP replica."""
+    """Binds parameters that are whole on this rank: in one process, or in a DDP replica."""
 
     opt_state_view: OptStateView | None = None
     holder = None
@@ -160,7 +160,7 @@ class ReplicaBinding:
 
 
 class LayerBinding(ReplicaBinding):
-    """Binds this rank's shards of layers split along "tp", and all other parameters."""
+    """Binds the parameters of a model with layers split along "tp": shards or whole tensors."""
 
     def __init__(self, state: TrainState) -> None:
         """Build a module around this rank's shards."""
@@ -206,7 +206,7 @@ def build_module(
     params: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
 ) -> nn.Module:
-    """Return the model with this rank's tensors; split layers are set up."""
+    """Build the model with this rank's tensors, and turn planned layers into split layers."""
     params = {name: local(param) for name, param in params.items()}
     module = definition.skeleton.build(params, buffers)
     for split in definition.setup.facts.get("splits_layers", ()):
@@ -242,7 +242,7 @@ class ShardedParams:
         params: Mapping[str, torch.nn.Parameter],
         state: Mapping[str, torch.Tensor],
     ) -> None:
-        """Initialize with split names, stepped parameters and the state's parameters."""
+        """Initialize with names of split parameters, stepped parameters, state's parameters."""
         self._split, self._params, self.state = split, params, state
 
     def to_state(self, opt_state: OptState) -> OptState:
@@ -309,7 +309,7 @@ class Samples:
         value: the value of a batch.
         extras: the extra arguments.
         known: the number of samples, if the data define it; 0 for the filler of an empty share.
-        lone: whether no other loss is combined with this one, so the number is not needed.
+        lone: whether no other loss is combined with this loss; then `known` is not needed.
         judged: whether a transform checks the gradients, so the loss may be infinite or NaN.
         begins: whether these are the first samples of an update.
         is_whole: whether these are all samples of the update on this rank.
@@ -492,7 +492,7 @@ class Runner(Protocol):
 
     @property
     def lone_module(self) -> nn.Module | None:
-        """The module, if only the loss runs in a pass and could be one graph; or None."""
+        """The module, if a pass runs only the loss, so that it can be one graph; else None."""
         ...
 
     def forward(
@@ -519,7 +519,7 @@ class Delegating:
     def __init__(
         self, inner: Runner, replace: Callable[[LossFunction, Samples], LossFunction]
     ) -> None:
-        """Initialize with the inner runner, and a function of a loss function and samples."""
+        """Initialize with the inner runner, and the function that returns the loss to run."""
         self.reduces, self.expects_unused = inner.reduces, inner.expects_unused
         self.backward, self._inner, self._replace = inner.backward, inner, replace
 
@@ -596,7 +596,7 @@ def run_backward(
 
 
 def like(scalar: torch.Tensor, value: Number) -> torch.Tensor:
-    """Return `value` as a tensor with the scalar's dtype and device, without waiting."""
+    """Return `value` as a tensor like the scalar, without waiting for a device."""
     if isinstance(value, torch.Tensor):
         # a copy, because autograd may store the tensor as a leaf's `.grad`
         return value.to(scalar, copy=True)
@@ -641,8 +641,8 @@ class RootModule(nn.Module):
 #
 # A collective needs all ranks at once, so ranks follow one plan: the order of calls in the last
 # pass. If a rank first needs another call, it still takes part in the planned call, and adds
-# nothing. At the end of the plan, the ranks ask each other which calls they still need, until
-# no rank needs one.
+# nothing. The turn of a call is its number in the order of all possible calls. At the end of the
+# plan, the ranks ask each other which calls they still need, until no rank needs one.
 
 
 _LABEL = "order of calls"
@@ -655,8 +655,8 @@ class CallOrder:
 
     `needed` has the labels of the calls that this rank itself made in the pass, in order.
 
-    Cost: one all-gather of 24 bytes per pass. If ranks differ, one more for each call that is
-    not in the plan, and an all-reduce to drop calls that are not needed any more.
+    Cost: one all-gather of 24 bytes per pass. If ranks differ, one more all-gather for each call
+    that is not in the plan, and an all-reduce to drop calls that are not needed any more.
     """
 
     def __init__(self, ranks: World, calls: Mapping[str, Callable[[], object]]) -> None:
@@ -711,7 +711,7 @@ class CallOrder:
         self.needed[self._at - 1] = label
 
     def end(self, note: int = 0) -> list[int]:
-        """End the pass on all ranks; return the `note` of each rank."""
+        """End the pass on all ranks; return the number `note` that each rank passed."""
         rows = self._reach(_END, note, "ends its pass")
         del self._plan[self._at :]
         if all(idle for _, idle, _ in rows):  # otherwise one rank needed the whole plan
@@ -722,7 +722,7 @@ class CallOrder:
         return [note for *_, note in rows]
 
     def refuse(self, words: str) -> NoReturn:
-        """Raise an error on all ranks, with the words of each rank.
+        """Raise an error on all ranks; it shows the text `words` of each rank.
 
         Raises:
             CollectiveMismatchError: always.
@@ -737,9 +737,10 @@ class CallOrder:
         raise CollectiveMismatchError(msg)
 
     def _reach(self, turn: int, note: int = 0, words: str = "") -> list[list[int]]:
-        """Make the planned calls before a turn.
+        """Make the planned calls before the call number `turn`.
 
-        If the turn needs all ranks, return the rows of all ranks, otherwise an empty list.
+        If this call needs all ranks, return one row of numbers per rank: the rank's turn, the
+        number of planned calls that it did not need, and its `note`. Otherwise return [].
         """
         while True:
             while self._at < len(self._plan) and self._plan[self._at] >= 0:

@@ -32,7 +32,7 @@ class PerRankRng:
     """Seeds torch's default generators by rank in a region of a loss, and restores them.
 
     A generator's seed identifies its region. When activations are recomputed, torch restores
-    the generators. So the same numbers are drawn again, no matter which part is recomputed.
+    the generators. So the same numbers are drawn again, no matter which modules are recomputed.
     """
 
     def __init__(self, ranks: World) -> None:
@@ -45,7 +45,7 @@ class PerRankRng:
         self._alike = {}
 
     def draw(self, place: str) -> None:
-        """Seed this rank's generators for a region, unless they are already seeded for one."""
+        """Seed this rank's generators for a region, unless a region has already seeded them."""
         first = self._generators()[0]
         if first.initial_seed() in self._alike:
             return
@@ -102,7 +102,7 @@ class InputComparison:
         self._wholes, self._parts = {}, {}
 
     def see(self, place: str, tensor: torch.Tensor, *, is_whole: bool) -> None:
-        """Record a layer's input. If the layer is called several times, the last one counts."""
+        """Record a layer's input. If the layer is called several times, the last call counts."""
         if self._wholes is not None and not torch.is_grad_enabled():
             inputs = self._wholes if is_whole else self._parts
             inputs[place] = tensor.detach()
@@ -187,7 +187,7 @@ class Layers:
         return output
 
     def leave(self, part: torch.Tensor, layer: "Parallel") -> torch.Tensor:
-        """Return the sum of a region's outputs over ranks, or this rank's positions of it."""
+        """Return the sum of a region's outputs over ranks, or its positions of this rank."""
         if not self.sequence:
             return vocabulary.reduce_from_ranks(part, self.ranks)
         self._check_length(part, layer.place)
@@ -271,8 +271,8 @@ class Parallel:
 
     Attributes:
         cuts: the split dim of each split parameter; other parameters are whole.
-        place: its name in the model.
-        layers: the object that it shares with other layers.
+        place: the layer's name in the model.
+        layers: the object that all parallel layers of the model share.
     """
 
     cuts: ClassVar[Mapping[str, int]]
@@ -352,7 +352,7 @@ class GatheredLinear(_Linear):
 
 
 class VocabularyLinear(_Linear):
-    """An output head that is split by words, and returns split scores."""
+    """An output head that is split by words of the vocabulary, and returns split scores."""
 
     def give(self, features: torch.Tensor) -> torch.Tensor:
         """Return the scores of this rank's words."""
@@ -379,7 +379,7 @@ class RowLinear(_Linear):
 
 
 class VocabularyEmbedding(Parallel, nn.Embedding):
-    """An embedding that is split by words."""
+    """An embedding that is split by words of the vocabulary."""
 
     cuts = {"weight": 0}  # noqa: RUF012 - of all
 
@@ -493,7 +493,7 @@ _REFUSED = ("max_norm", "sparse", "scale_grad_by_freq")
 
 
 def parse_plan(plan: Any) -> dict[str, str]:
-    """Check a plan, and return it in accelfn's words.
+    """Check a tensor-parallel plan; return it with accelfn's words, such as "column".
 
     Args:
         plan: a word for each name pattern: accelfn's or Transformers' word, or torch's
@@ -512,10 +512,10 @@ def parse_plan(plan: Any) -> dict[str, str]:
 
 
 def check_words(plan: Mapping[str, str], *, sequence: bool) -> None:
-    """Raise if a plan has words about split sequences, but `sequence` is False.
+    """Raise if a plan has a word for split sequences, but `sequence` is False.
 
     Raises:
-        ArgumentError: the plan has such a word.
+        ArgumentError: the plan has a word that needs `sequence=True`.
     """
     for name, word in plan.items():
         if word in OF_SEQUENCES and not sequence:

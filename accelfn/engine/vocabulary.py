@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores (logits) that are split by words over the ranks along "tp", and their collectives.
+"""Scores (logits) that are split over the ranks along "tp", and their collectives.
 
-Cross entropy is computed from split scores: ranks exchange three numbers per token, and no rank
-has the scores of all words. Common functions between an output head and its loss, such as
-casts, views and scaling, also work on split scores. Every other function gets the gathered
-scores: it is correct, but needs memory for the scores of all words.
+Each rank has the scores of some words (tokens) of the vocabulary. Cross entropy is computed from
+split scores: ranks exchange three numbers per token, and no rank has the scores of all words.
+Common functions between an output head and its loss, such as casts, views and scaling, also work
+on split scores. Every other function gets the gathered scores. Its result is correct, but it
+needs memory for the scores of all words.
 """
 
 import math
@@ -25,8 +26,8 @@ from accelfn.world import World
 
 # Differentiable collectives along "tp".
 #
-# They form pairs: each is the gradient of the other. The pairs are copy and all-reduce;
-# all-gather and scatter; and, for split sequences, reduce-scatter and all-gather.
+# The collectives form pairs: the backward pass of one runs the other. The pairs are copy and
+# all-reduce; all-gather and scatter; and, for split sequences, reduce-scatter and all-gather.
 
 
 _LABEL = "tensor_parallel"
@@ -68,7 +69,7 @@ Collective: TypeAlias = Callable[[torch.Tensor, int, World], torch.Tensor]
 def _differentiable(
     tensor: torch.Tensor, dim: int, ranks: World, run: Collective, back: Collective
 ) -> torch.Tensor:
-    """Run the collective `run`; its backward pass runs `back`, and vice versa."""
+    """Run the collective `run`. The backward pass of `run` is `back`, and vice versa."""
     return cast("Any", _Collective).apply(tensor, dim, ranks, run, back)
 
 

@@ -178,8 +178,8 @@ def _create_in_parts(
 ) -> Beginning:
     """Create the model module by module; of each module keep only this rank's shards.
 
-    If the setup does not shard parameters, the result has the full parameters, with the same
-    values.
+    If the setup does not shard parameters, the result has the full parameters. The values are
+    equal to those of the shards.
     """
     bare_model = build_on_meta(model, seed=seed, name=name)
     module, skeleton = bare_model.module, skeleton_of(bare_model.module)
@@ -239,7 +239,7 @@ def _copies(module: nn.Module) -> Tensors:
 def reset_slots(
     before: "TrainState", after: "TrainState", *, kept: Collection[str] = ()
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Create slots again from new parameters, if they still have their initial value.
+    """Create slots again from new parameters; slots that updates changed are kept.
 
     Args:
         before: the state with the old parameters.

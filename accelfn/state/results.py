@@ -346,11 +346,15 @@ class Metrics(Mapping[str, torch.Tensor]):
         return {name: total / w if w else 0.0 for name, (total, w) in sums.items()}
 
 
-# Leases: after tensors were donated, the old records of these tensors raise if you use them.
+# Leases: after tensors were donated, their old records raise an error if you use them.
 
 
 class Lease:
-    """A flag, shared by all records of the same tensors: whether they may still be used."""
+    """A flag that says whether tensors may still be used.
+
+    All records of the same tensors, such as a state and its copy with another setup, share one
+    lease. It ends when the tensors are donated to a step. Then all these records are invalid.
+    """
 
     __slots__ = ("__weakref__", "_ended", "_heirs", "_line", "is_loaded", "is_mean")
 
@@ -411,7 +415,7 @@ class Lease:
 
 
 class _Line:
-    """The newest record of a sequence of leases; all older leases refer to this object."""
+    """Refers to the newest record of the tensors; all earlier leases share this object."""
 
     __slots__ = ("__weakref__", "newest")
     newest: Any
@@ -467,7 +471,7 @@ def divide_(
 
 
 def never_zero(divisor: Number) -> Number:
-    """Return the divisor, or 1 if it is 0: then all gradients are 0, and stay 0."""
+    """Return the divisor, or 1 instead of 0, because then all gradients are 0 anyway."""
     if isinstance(divisor, torch.Tensor):
         return torch.where(divisor == 0, 1, divisor)
     return divisor or 1
@@ -513,8 +517,9 @@ class GradInfo:
         owned_by_engine: whether the gradients are inside an engine and cannot be read.
         slots: the new slots of transforms that took part in the reduction, by name.
         shows_totals: whether `grads.tensors` are gradients of totals, as in `reduce`.
-        lease: ends when the gradients are passed to `apply_grads` or `into=`. Its `is_mean`
-            says whether the gradients are divided already.
+        lease: the flag that says whether the gradients may still be used. It ends when the
+            gradients are passed to `apply_grads` or `into=`. Its `is_mean` says whether the
+            gradients are divided already.
     """
 
     divisor: Number
@@ -535,7 +540,7 @@ class GradInfo:
 
     @property
     def scale(self) -> Number:
-        """The divisor from gradients of totals to gradients of the mean, with the loss scale."""
+        """The number that turns gradients of totals into mean gradients if you divide by it."""
         weight = self.divisor if self.has_weight else never_zero(self.divisor)
         return weight if self.loss_scale is None else self.loss_scale.double() * weight
 

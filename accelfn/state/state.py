@@ -3,8 +3,8 @@
 
 A step updates the tensors of its state in place, and so takes ownership of the state, like
 JAX's donated buffers. After the step the old record raises an error if you use it, and the new
-record owns the tensors. Records that share tensors share a lease, so all of them become invalid
-at the same time.
+record owns the tensors. Records that share tensors share a lease (a flag that says whether the
+tensors may still be used), so all of them become invalid at the same time.
 """
 
 import inspect
@@ -310,8 +310,9 @@ class TrainState:
         tied parameter is initialized once, under its first name.
 
         With init="shard" other changes that the factory makes to parameters would be lost. So
-        `create` raises if the factory loads a parameter, or sets a parameter outside of such a
-        method of its module or of an enclosing module, or if no method sets a parameter.
+        `create` raises in three cases: the factory loads a parameter; it sets a parameter
+        outside of such a method of the parameter's module or of an enclosing module; or no such
+        method sets a parameter.
 
         Args:
             model: a function that returns the model, such as a class; it is called with the
@@ -720,10 +721,11 @@ def next_state(
     flag: torch.Tensor | None,
     params: Any = None,
 ) -> TrainState:
-    """Create the state after an optimizer step; a `flag` on the device may skip the step.
+    """Create the state after an optimizer step.
 
-    The next state has a new lease, and the tensors of the previous state, or the given
-    parameters.
+    If `flag` is 1 on the device, the step was skipped. The next state has the tensors of the
+    previous state, or `params` instead of the previous parameters. It has a new lease, which
+    says that its tensors may be used.
     """
     cursor, num_skipped = update.grads.taken.cursor, state._num_skipped  # pyright: ignore[reportPrivateUsage]
     step = state._step  # pyright: ignore[reportPrivateUsage]

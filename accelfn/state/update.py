@@ -120,7 +120,7 @@ class Update:
         )
 
     def with_slot(self, name: str, slot: Any) -> "Update":
-        """Return a copy of the update with a new slot; a missing slot stays missing for None."""
+        """Return a copy of the update with one slot set; a new slot that is None is not added."""
         slots = set_slot(self.slots, name, slot)
         return Update(
             state=self.state, slots=slots, grads=self.grads, skipped=self.skipped
@@ -149,7 +149,7 @@ def apply_readonly(
 
 
 def set_slot(slots: Mapping[str, Any], name: str, slot: Any) -> Mapping[str, Any]:
-    """Return a copy of `slots` with one slot replaced; a missing slot stays missing for None."""
+    """Return a copy of `slots` with one slot set; a new slot that is None is not added."""
     if slot is None and name not in slots:
         return slots
     return {**slots, name: slot}
@@ -248,7 +248,7 @@ class Skips:
 
 
 # Hyperparameters of an update. The schedule replaces the optimizer's values, and the methods
-# `hyper` of transforms replace those of the schedule.
+# `hyper` of transforms replace the schedule's values.
 
 
 def plan_hyper(update: Update) -> tuple[Assignments, Update]:
@@ -308,7 +308,7 @@ def _is_over(assignments: Assignments) -> bool:
 def next_hyper(state: "TrainState", slots: Mapping[str, Any]) -> Assignments:
     """Return the hyperparameters that schedule and transforms set for the next update.
 
-    Inside a transform's `hyper`, return only those that were set so far.
+    Inside a transform's `hyper`, return only the hyperparameters that were set so far.
     """
     assignments = state.definition.cache.planned
     return (

@@ -125,7 +125,7 @@ def borrow_model(
         if before != _versions(params if begins else {}):
             with own_modes(state.world.device):
                 slots = {owner.name: begin_slot(owner, state) for owner in begins}
-            state._slots.update(slots)  # pyright: ignore[reportPrivateUsage] - as what was written
+            state._slots.update(slots)  # pyright: ignore[reportPrivateUsage] - like the user's writes
     finally:
         _end(module)
 

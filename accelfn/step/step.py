@@ -63,7 +63,8 @@ from accelfn.world import World
 #
 # The handler is replaced only during an update, for milliseconds. The C functions of `_signal`
 # take a tenth of the time of their Python wrappers. Other signals, and exceptions that
-# debuggers and notebooks raise in a thread, are not deferred; after these, use `af.salvage`.
+# debuggers and notebooks raise in a thread, are not deferred. After such an exception, use
+# `af.salvage`.
 
 
 _POLL, _LONGEST_POLL = 1e-4, 0.05
@@ -171,7 +172,8 @@ class defer_sigint(AbstractContextManager["defer_sigint"]):
         if frame is None:
             return True
         at = self._on_the_way[frame]
-        # the same call again, without an inner frame, is the next update before its start
+        # at the same call, a new inner frame is the next update, so the caller has this result;
+        # without an inner frame, the call may have returned, but its result is not assigned yet
         return at is not None and (at != frame.f_lasti or inner is not None)
 
 
@@ -183,8 +185,8 @@ def resolve_skip(
 ) -> tuple[Update, torch.Tensor | None]:
     """Decide whether to skip an update, or return a flag with which the device decides.
 
-    The flag is 1 if any rank wants to skip, else 0. To return it, the host does not wait for
-    the device.
+    The flag is 1 if any rank wants to skip, else 0. If the function returns a flag, the host
+    has not waited for the device.
     """
     grads = update.grads
     if not wish.agreed:
@@ -223,8 +225,8 @@ def _device_can_skip(update: Update, engine: Engine) -> bool:
 # Stages of an update, from gradients to the next state. Each stage returns the next `Update`.
 #
 # The state is donated in these stages. An error before the optimizer step leaves the state
-# unchanged. An error after that ends the state's lease, unless the engine knows that nothing
-# was changed.
+# unchanged. A later error ends the state's lease (a flag: the tensors may still be used), unless
+# the engine knows that no tensor was changed.
 
 
 _INTERRUPTED = (
@@ -273,7 +275,7 @@ def take_update(
                 opt_state = _step_optimizer(
                     state, update, assignments, engine, flag=flag, hold=hold
                 )
-                if update.grads.taken.owned_by_engine:  # it may skip an update
+                if update.grads.taken.owned_by_engine:  # DeepSpeed may skip
                     is_skipped = opt_state is None
                     metrics = {
                         **engine.binding.holder.reports(),
@@ -377,9 +379,7 @@ def transform_grads(update: Update) -> Update:
         not update.state.definition.setup.owners["grads"]
         or update.grads.taken.owned_by_engine
     ):
-        return (
-            update  # the engine's optimizer divides them, and may apply the transforms
-        )
+        return update  # the engine's optimizer divides gradients, and may apply the transforms
     update.grads.divide(None)
     grads, update = apply_transforms("grads", update.grads, update, Grads)
     return update.with_grads(grads)
@@ -422,7 +422,7 @@ def _warn_of_owed(state_ref: "ref[TrainState]") -> None:
 def _check_slots(
     before: Mapping[str, Any], after: TrainState, grads: tuple[Grads, ...]
 ) -> None:
-    """Check the slots that an update replaced, when they change the 1st, 2nd, 4th, ... time."""
+    """Check the slots that an update replaced, at their 1st, 2nd, 4th, 8th, ... change."""
     changes = after.definition.cache.slot_changes
     for owner in after.definition.setup:
         slot = after._slots.get(owner.name)
@@ -450,7 +450,7 @@ def _step_optimizer(
     state.lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)
     is_profiling = profiler._is_profiler_enabled
     try:
-        # others may draw random numbers
+        # an optimizer that is not from torch may draw random numbers
         is_torchs = state.definition.has_torchs_optimizer
         with (
             span("accelfn optimizer") if is_profiling else NOTHING,
@@ -504,7 +504,7 @@ def _skip_update(
 
 
 def _show_totals(grads: Grads, *, totals: bool) -> Grads:
-    """Return gradients whose `tensors` show totals, or the mean if `totals` is False."""
+    """Return gradients whose `tensors` are those of totals, or of the mean if not `totals`."""
     return attrs.evolve(grads, taken=attrs.evolve(grads.taken, shows_totals=totals))
 
 
@@ -650,8 +650,8 @@ def apply_grads(state: TrainState, grads: Grads) -> TrainState:
 def finalize(state: TrainState) -> TrainState:
     """Complete the work of a state's transforms, such as a last average over the ranks.
 
-    Call it after the last step. The given state is donated. If no transform has such work, the
-    same state is returned.
+    Call `finalize` after the last step. The given state is donated. If no transform has such
+    work, the same state is returned.
     """
     check_state("af.finalize(state)", state)
     state.lease.check()
@@ -673,7 +673,7 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
     If copies of the model over several ranks train independently, reduce over the ranks of this
     rank's copy.
 
-    Use it in custom steps whose gradients were computed with `sync=False`, or without
+    Use `sync_grads` in custom steps whose gradients were computed with `sync=False`, or without
     `wrap_ddp`.
 
     Cost: one all-reduce of all gradients, flattened, and one of their weight. At the first call

@@ -54,7 +54,7 @@ class Counts:
     """The counts of one update, over all micro-batches and ranks.
 
     Attributes:
-        divisors: the number, or numbers by name, that the loss function gets; 1 instead of 0.
+        divisors: the number, or numbers by name, that the loss function gets; a 0 becomes 1.
         whole: the sum of all counts.
     """
 
@@ -353,7 +353,7 @@ _REDUCED = (
 
 def _innermost(
     origin: LossFunction,
-    has_weight: bool,  # noqa: FBT001 - of `origin`, which is looked at once
+    has_weight: bool,  # noqa: FBT001 - whether `origin` declares `sample_weight`
     loss_fn: LossFunction,
     state: TrainState,
     batch: Any,
@@ -407,7 +407,7 @@ def _innermost(
 
 
 def _reject_stand_in(value: Any, stand_ins: Iterable[Any]) -> None:
-    """Raise if a value has tensors of a filler: without its batch it would count as a sample.
+    """Raise if a value has tensors of a filler, which would count as a real sample here.
 
     Raises:
         BatchError: the value has such tensors.
@@ -460,7 +460,7 @@ def _loss_scale(state: TrainState) -> torch.Tensor:
 
 
 def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor | None:
-    """Return the cursor after a batch; a batch that is used twice counts once.
+    """Return the cursor after a batch; using a batch twice does not move the cursor twice.
 
     Raises:
         BatchError: the batch starts neither at the state's cursor nor at the gradients' cursor,
@@ -475,7 +475,7 @@ def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor
         if data is not None and data.global_batch_size != batch.num_samples:
             _check_size(data, batch)
         return after
-    # or another part of the last batch
+    # `into` already has gradients of this batch or of another micro-batch of the same batch
     if before is not None and (start == state.cursor or after == before):
         is_later = (after.epoch, after.samples) > (before.epoch, before.samples)
         return after if is_later else before
