@@ -279,7 +279,7 @@ def check_same_call(
     check_world(label, world)
     connection = world.connection
     await_turn(label if label == kind else f"{kind} {label}", world)
-    # a single rank makes no call, and only a call resets the structure
+    # a world of one rank makes no call, and only a call would reset the structure
     if connection.simulated is not None and world.size > 1:
         connection.activity.structure = tree.outline(values, partial(_star, grad=grad))
     return check_same_tensors(
@@ -288,7 +288,7 @@ def check_same_call(
 
 
 def await_turn(label: str, world: World) -> None:
-    """Call the hook `before_call` of the loss, which may wait for this collective's turn."""
+    """Call the loss's hook `before_call`: it may wait until other collectives have run."""
     before_call = world.connection.activity.before_call
     if before_call is not None and world.size > 1:
         before_call(label, world)

@@ -54,7 +54,7 @@ def quantize(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def dequantize(codes: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the floats of rows of bytes; a block that contained NaN or infinity becomes NaN."""
+    """Return floats from rows of bytes; a block that contained NaN or infinity becomes NaN."""
     rows, size = codes.shape
     count = size * BLOCK // (BLOCK * bits // 8 + 1)
     split = [count * bits // 8, count // BLOCK]
@@ -96,11 +96,11 @@ def _unpack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 # Weighted mean of a vector over ranks, sent as quantized floats.
 #
-# It has two halves, like a ring all-reduce. First the vector is split into one part per rank:
-# each rank sends the quantized parts to their ranks, and sums the parts that it receives in
-# full precision. Then each rank quantizes the mean of its part, and sends it to all ranks. So
-# each float is sent twice, for any number of ranks. The rank that rounds a float keeps the
-# rounding error, and adds it to its next message.
+# The exchange has two halves, like a ring all-reduce. First the vector is split into one part
+# per rank: each rank sends the quantized parts to the ranks that own them, and sums the parts
+# that it receives in full precision. Then each rank quantizes the mean of its part, and sends
+# the mean to all ranks. So each float is sent twice, for any number of ranks. The rank that
+# rounds a float keeps the rounding error, and adds it to its next message.
 
 
 _OF_WEIGHT = 8
@@ -108,7 +108,7 @@ _OF_WEIGHT = 8
 
 
 def part_size(count: int, ranks: int) -> int:
-    """Return how many floats each rank sums: equal on all ranks, and a multiple of `BLOCK`."""
+    """Return how many floats each rank sums; the number is a multiple of `BLOCK`."""
     return max(1, -(-count // (ranks * BLOCK))) * BLOCK
 
 

@@ -15,7 +15,10 @@ from accelfn.world import World
 
 
 def owners(ranks: World) -> list[int]:
-    """Return the owners of the tensors that pass this rank in a ring, in order, itself first."""
+    """Return the ranks that own the tensors which a ring brings to this rank, in that order.
+
+    This rank is first, because it starts with its own tensors.
+    """
     return [(ranks.rank - hop) % ranks.size for hop in range(ranks.size)]
 
 
@@ -40,7 +43,7 @@ def pass_ring(
 
 
 class Homewards:
-    """Sums that go around the ring: each rank adds to them, and they end at their owner."""
+    """Sums that go around the ring. Each rank adds to the sums, which end at their owner."""
 
     def __init__(
         self, like: Sequence[torch.Tensor], ranks: World, *, label: str
@@ -64,7 +67,7 @@ class Homewards:
 
 
 class _RingStep:
-    """A step of the ring: sends a vector to the next rank, and receives the previous rank's."""
+    """A step of the ring: sends a vector to the next rank, receives one from the previous."""
 
     def __init__(self, outgoing: torch.Tensor, ranks: World, label: str) -> None:
         size = ranks.size
@@ -139,7 +142,7 @@ def _by_gloo(got: torch.Tensor, ranks: World) -> bool:
 
 
 class _Messages:
-    """Point-to-point messages: one row to each other rank, and one row from each."""
+    """Point-to-point messages: one row to each other rank, and one row from each of them."""
 
     def __init__(self, got: torch.Tensor, outgoing: torch.Tensor, ranks: World) -> None:
         peers = [(ranks.rank + hop) % ranks.size for hop in range(1, ranks.size)]

@@ -202,7 +202,7 @@ def _pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 def broadcast_bytes(
     data: bytes | None, world: World, *, label: str, root: int = 0
 ) -> bytes:
-    """Send the bytes of rank `root` to all ranks, and return them; other ranks pass None."""
+    """Send the bytes of rank `root` to all ranks, and return the bytes. Others pass None."""
     if data is not None and world.size == 1:
         return data
     world = check_same_tensors(world, "broadcast_bytes", label, root=root)
@@ -216,7 +216,7 @@ def broadcast_bytes(
 def scatter_bytes(
     parts: Sequence[bytes] | None, world: World, *, label: str, root: int = 0
 ) -> bytes:
-    """Send each rank its bytes from rank `root`, and return them; other ranks pass None."""
+    """Send each rank its bytes from rank `root`, and return these bytes. Others pass None."""
     if parts is not None and world.size == 1:
         return parts[0]
     world = check_same_tensors(world, "scatter_bytes", label, root=root)
@@ -264,7 +264,7 @@ def sum_named(
         world: the ranks whose numbers are added.
         kind: the collective's name when ranks compare their calls.
         label: the operation, for errors.
-        noun: what is named, for errors, such as "metrics".
+        noun: a word for the named numbers, for errors, such as "metrics".
 
     Raises:
         CollectiveMismatchError: ranks have different names.
@@ -660,7 +660,7 @@ def gather_with_grad(
 
 
 class _Gather(torch.autograd.Function):
-    """An all-gather; its backward pass sums the gradients of this rank's rows over the ranks."""
+    """An all-gather. The backward pass sums the gradients of a rank's rows over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, *options: Any) -> torch.Tensor:
@@ -696,17 +696,17 @@ class _SumOfMine(torch.autograd.Function):
         return everyone, None, None, None
 
 
-# Collectives in a loss: ranks may have different numbers of samples, or only a filler sample.
+# Collectives in a loss: ranks may have different numbers of samples, or only a filler.
 
 
 def uneven_counts(world: World, label: str) -> list[int] | None:
     """Return each rank's number of samples in a loss; None if equal, or outside a loss.
 
-    If no rank of this world has a sample, as can happen in a part of a world, it returns None,
-    and filler samples count as samples.
+    If no rank of this world has a sample, as can happen in a part of a world, the result is
+    None, and filler samples count as samples.
 
-    Cost: one all-gather of an integer, only if ranks have different numbers of samples. The
-    ranks know this without a collective.
+    Cost: one all-gather of an integer, only if ranks have different numbers of samples. Ranks
+    know without a collective whether the numbers differ.
     """
     counts = _counts(world, label)
     if not counts or (None not in counts and len({*counts}) == 1):

@@ -175,7 +175,7 @@ _SUMS = (
 def sums_of(
     tensors: Iterable[torch.Tensor], world: World, *, label: str
 ) -> torch.Tensor:
-    """Return a checksum of each tensor; that of a sharded tensor covers all of its shards.
+    """Return one checksum per tensor; for a sharded tensor, it covers all of its shards.
 
     With sharded tensors this call is a collective.
     """
@@ -204,8 +204,9 @@ _LARGE_CHUNK = 1 << 22
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return a checksum that depends on every bit of a tensor and on the bit's position.
 
-    Each word is multiplied by an odd number for its position, modulo 2**64. Before the sum,
-    the upper half of each product is mixed into its lower half. So the checksum changes if two
+    The memory is read as integers (words). Each word is multiplied by an odd number for its
+    position, modulo 2**64. Before the sum, the upper half of each product is mixed into its
+    lower half. So the checksum changes if two
     elements are exchanged, or if opposite numbers are added to two elements.
 
     Cost: a few passes over the tensor, without a copy.
@@ -298,7 +299,7 @@ def _in_turn(tensor: Any) -> bool:
         if placement.is_replicate():
             continue
         if type(placement).__name__ not in ("Shard", "_StridedShard"):
-            return False  # partial sums
+            return False  # a DTensor of partial sums
         dim = placement.dim
         later = [i for i, other in placements[place + 1 :] if other.is_shard(dim)]
         count = math.prod(tensor.device_mesh.size(i) for i in later)
@@ -309,7 +310,7 @@ def _in_turn(tensor: Any) -> bool:
 
 
 def _gather_groups(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield groups of names; one collective gathers the tensors of a group."""
+    """Yield groups of tensor names; one collective gathers all tensors of a group."""
     groups: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
         groups.setdefault((tensor.dtype, tree.cut_axes(tensor)), []).append(name)
@@ -368,7 +369,7 @@ def _along(
     Args:
         parts: this rank's shards.
         dims: the dim along which each tensor is split.
-        lengths: the length of the concatenated tensor in that dim.
+        lengths: for each tensor, the length of the concatenated tensor in its dim.
         ranks: the ranks with the shards, in order.
         label: the operation, for errors.
     """

@@ -614,7 +614,7 @@ def all_to_all(
 
 
 def _check_equal(lists: list[list[torch.Tensor]]) -> list[Shapes]:
-    """Return the shapes from each rank: the same as this rank sends to all ranks."""
+    """Check that all trees have equal shapes; return these shapes once per rank."""
     shapes = [[list(leaf.shape) for leaf in leaves] for leaves in lists]
     for rank, shape in enumerate(shapes):
         if shape != shapes[0]:
@@ -642,7 +642,7 @@ def _exchange_shapes(
 def _exchange_bytes(
     lists: list[list[torch.Tensor]], shapes: list[Shapes], world: World, label: str
 ) -> Sequence[torch.Tensor]:
-    """Return the bytes that each rank sends to this rank, of tensors with these shapes."""
+    """Return the bytes that each rank sends to this rank; `shapes` are the tensors' shapes."""
     outgoing = [torch.cat([_bytes(leaf) for leaf in leaves]) for leaves in lists]
     counts = [sum(map(_num_bytes, lists[0], row)) for row in shapes]
     incoming = outgoing[0].new_empty(sum(counts))

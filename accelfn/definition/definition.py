@@ -46,7 +46,7 @@ class Cache:
         has_same_data: whether ranks that train on all samples already compared their data.
         compared_sums: whether ranks already compared the result of a user's `reduce`.
         slot_changes: how often updates replaced a transform's slot, by name.
-        loaded: the leases of the last loaded state and of the state that was passed to load.
+        loaded: the leases (see `Lease`) of the last loaded state and of the argument of load.
         looks_at: the number of the update at which to check again whether the schedule ended.
         planned: the hyperparameters set so far, while a transform's `hyper` runs.
     """
@@ -140,22 +140,22 @@ class Definition:
 
     @property
     def splits(self) -> World:
-        """Return the ranks of `copy`, in a world whose axes are those that may shard a model."""
+        """Return the ranks of `copy`, as a world with only the axes that may shard a model."""
         world = fold_axes(self.world)
         return world.along("dp_shard") if self.trains_apart else world.loss
 
     @property
     def copies(self) -> World:
-        """Return the ranks with the same shard as this rank, in independently trained copies."""
+        """Return the ranks that hold this rank's shard, in all independently trained copies."""
         if self.within is None:
             return self.world.loss
         return self.world.along(_BESIDE[self.within])
 
     @property
     def copy_of_each(self) -> tuple[int, ...]:
-        """Return the number of each rank's copy; () unless copies have several ranks.
+        """Return, for each rank, the number of its independently trained copy of the model.
 
-        The copies are those that train independently.
+        The result is () unless such copies have several ranks.
         """
         if self.within is None or self.copy.size == 1:
             return ()

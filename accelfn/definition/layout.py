@@ -61,14 +61,14 @@ def cuts_of(
 def largest_part(
     shape: Iterable[int], cuts: Cuts, axes: Mapping[str, int]
 ) -> torch.Size:
-    """Return the shape of the largest shard, which is that of the first rank."""
+    """Return the shape of the largest shard, which is the shard of the first rank."""
     lengths = list(shape)
     for axis, dim in cuts.items():
         lengths[dim] = -(-lengths[dim] // axes[axis])
     return torch.Size(lengths)
 
 
-# uses a private placement of torch, because one dim may be sharded along two axes
+# this file uses a private placement of torch, because a dim may be sharded along two axes
 
 
 @attrs.frozen(eq=False)
@@ -78,7 +78,7 @@ class Layout:
     Attributes:
         mesh: the device mesh.
         device: the device of the shards; the CPU if a transform offloads them.
-        cuts: for each sharded parameter, the sharded dim by axis.
+        cuts: for each sharded parameter's name, the dim that is sharded along each axis.
         shapes: the full shapes of all parameters, by name.
     """
 
@@ -134,12 +134,12 @@ class Layout:
         return attrs.evolve(self, cuts=cuts)
 
     def computed(self, name: str) -> torch.Size:
-        """Return the shape of this rank's piece of a parameter during computation."""
+        """Return the shape of the piece of a parameter that this rank computes with."""
         cuts = self.of_layers.cuts.get(name, {})
         return largest_part(self.shapes[name], cuts, self._axes)
 
     def laid(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Wrap this rank's piece of a parameter during computation in a DTensor."""
+        """Wrap the piece of a parameter that this rank computes with in a DTensor."""
         if name not in self.of_layers.cuts:
             return tensor
         like = torch.empty(self.shapes[name], dtype=tensor.dtype, device="meta")
@@ -217,7 +217,7 @@ def _map_named(
     fn: Callable[[torch.Tensor, str | None], Any],
     name: str | None = None,
 ) -> Any:
-    """Call `fn(tensor, name)` for each tensor in a tree; `name` is that of its parameter."""
+    """Call `fn(tensor, name)` for each tensor in a tree, with its parameter's name or None."""
     if isinstance(values, torch.Tensor):
         return fn(values, name)
     if isinstance(values, Mapping):

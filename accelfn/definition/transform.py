@@ -54,7 +54,7 @@ from accelfn.errors import ArgumentError, CompositionError, StateError
 #     the slot is a dict with the key `reported`, the values passed to `af.report_metric` since
 #     the last update are there.
 # `after_update`: the state after the optimizer step.
-# `reduce`: the gradients of this rank's total; returns the gradients of all ranks. May be None.
+# `reduce`: the gradients of this rank's total; returns their sums over all ranks. May be None.
 # `eval_params`: the parameters for evaluation and export.
 #
 # For authors of engines:
@@ -65,7 +65,7 @@ from accelfn.errors import ArgumentError, CompositionError, StateError
 #     the slot.
 # `finalize`: the state at the end of training, with deferred work done.
 # `merge`: `(slots, world) -> (weights, slot)`, merges the different states of ranks, for loading.
-# `layout`: `(name, meta, axes) -> cuts`, the sharded dim of a parameter by axis.
+# `layout`: `(name, meta, axes) -> cuts`, for each axis the dim of the parameter to shard.
 # `engine`: `state -> engine`, how the model is distributed over the ranks.
 # `module`: `(module, state) -> module`, changes the engine's module, which runs the loss.
 
@@ -126,7 +126,7 @@ def has_field(value: object, field: str) -> bool:
     """
     if not hasattr(type(value), field):
         return False
-    # looks at the class, because `hasattr` of the object is false if a property raises
+    # use the class, because `hasattr` of the object is false if a property raises
     return (
         not hasattr(type(value), "without") or field not in cast("Any", value).without
     )
@@ -283,7 +283,7 @@ def check_together(
 
     Args:
         transforms: the transforms of the chain.
-        says: for the id of each transform, its methods and facts by name.
+        says: for the `id()` of each transform, a dict of its methods and facts by name.
 
     Raises:
         CompositionError: the message has the sentence of the rejecting transform.
@@ -320,7 +320,7 @@ def told_by(transform: Any, name: str) -> Mapping[str, Any]:
     Raises:
         ArgumentError: the attribute is not a dict.
     """
-    # looks at the class, because `hasattr` of the object is false if a property raises
+    # use the class, because `hasattr` of the object is false if a property raises
     value = getattr(transform, name) if hasattr(type(transform), name) else {}
     if isinstance(value, Mapping):
         return cast("Mapping[str, Any]", value)
@@ -742,8 +742,8 @@ class chain:
             check_told(entry)
         owners = {f: tuple(t for t in flat if has_field(t, f)) for f in FIELDS}
         facts = {id(owner): facts_of(owner) for owner in flat}
-        # exceptions to the order: if ranks have different parameters, their evaluation parameters
-        # are merged last, and recomputation wraps the module after other transforms changed it
+        # two exceptions to the order: parameters for evaluation are merged over ranks last, and
+        # recomputation wraps the module after all other transforms have changed the module
         for field, fact in (("eval_params", "apart"), ("module", "recomputes")):
             owners[field] = _with_last(owners[field], fact, facts)
         _check_chain(flat, owners, facts)

@@ -540,7 +540,7 @@ class GradInfo:
 
     @property
     def scale(self) -> Number:
-        """The number that turns gradients of totals into mean gradients if you divide by it."""
+        """The divisor that turns gradients of totals into mean gradients, with the loss scale."""
         weight = self.divisor if self.has_weight else never_zero(self.divisor)
         return weight if self.loss_scale is None else self.loss_scale.double() * weight
 

@@ -141,7 +141,7 @@ class accumulate:
                 )
 
     def _refuse_columns(self, parts: Sequence[Any]) -> None:
-        """Raise if a list looks like one (inputs, targets) batch of a torch DataLoader."""
+        """Raise if a list is probably one batch (inputs, targets), not micro-batches."""
         kinds = {
             (part.dtype, part.ndim) if isinstance(part, torch.Tensor) else None
             for part in parts

@@ -44,7 +44,7 @@ class ema:
 
     Law:
         `average(T) = decay**T * p(0) + (1 - decay) * sum(decay**(T - t) * p(t))`. The average
-        of a parameter that does not change is bitwise equal to it. If ranks have equal
+        of a parameter that does not change is bitwise equal to the parameter. If ranks have equal
         parameters, they have equal averages.
 
     Cost:

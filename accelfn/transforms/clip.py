@@ -164,7 +164,7 @@ def _label(index: int, group: Mapping[str, Any]) -> str:
 
 
 def _total_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm of all elements, including those on other ranks."""
+    """Return the norm of all elements, including the elements on other ranks."""
     if {*map(type, tensors)} - {
         torch.Tensor
     }:  # some are DTensors or of another subclass
@@ -179,7 +179,7 @@ def _total_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
             (wide if tensor.dtype.itemsize >= 4 else narrow).append(tensor)
     if narrow:  # the total could overflow in 16 bits
         wide += tree.norms(narrow, norm_type, dtype=torch.float32)
-    if not wide:  # torch cannot compute the maximum of no elements
+    if not wide:  # torch cannot compute a maximum of no elements
         nothing = first.abs().sum()  # has the dtype of other ranks' norms
         return nothing if nothing.dtype.itemsize >= 4 else nothing.float()
     if len(wide) <= _FEW or len({(t.device, t.dtype) for t in wide}) > 1:
@@ -214,7 +214,7 @@ def _norm_of_shards(shards: list[Any], norm_type: float) -> torch.Tensor:
     """Return the norm of DTensors over all of their shards.
 
     The all-reduced number is in float64. In float32 the power of a large norm overflows. A
-    fixed dtype is needed, because a rank may have no shards of some dtype.
+    fixed dtype is needed, because a rank may have no shard of a dtype that another rank has.
     """
     norm = _total_norm([local(shard) for shard in shards], norm_type).double()
     norm = norm.to(computes_on(shards[0]))  # offloaded shards are on the host

@@ -46,7 +46,7 @@ def _modes() -> Mapping[str, Any]:
 class compile:  # noqa: A001 - what torch calls it
     """Compile the loss and its gradients with torch.compile.
 
-    The compiled loss includes what all transforms of the setup add to it; the position of
+    The compiled loss includes the changes by all transforms of the setup; the position of
     `compile` in the chain does not matter. In one process the loss and its backward pass become
     a single graph. Forward and backward pass are two graphs under `wrap_ddp` (which reduces
     gradients during the backward pass), with fp16, and with `checkpoint_activations`.
@@ -71,8 +71,8 @@ class compile:  # noqa: A001 - what torch calls it
 
     Law:
         The results equal those of the eager step, up to rounding. Random numbers are
-        reproducible, but they are inductor's, not torch's. Pass `options={"fallback_random":
-        True}` to use torch's.
+        reproducible, but differ from torch's. Pass `options={"fallback_random": True}` to use
+        torch's random numbers.
 
     Cost:
         Seconds to minutes at the first step, and at each step with new shapes (there it warns

@@ -169,7 +169,7 @@ class _Sequence:
     ) -> None:
         """Compare the split loss with the unsplit loss, on the first sample of a batch.
 
-        It checks again at the next batch if the weight of that sample is 0.
+        If the weight of this sample is 0, the check runs again at the next batch.
 
         Raises:
             BatchError: the ranks have different batches.
@@ -203,7 +203,7 @@ class _Sequence:
                 " all operations except attention work position by position."
             )
             return
-        # the step itself raises an error for such a loss
+        # for a loss that is infinite or NaN, the step itself raises an error
         if not table.isfinite().all():
             return
         if not torch.equal(table[:, :2], table[:1, :2].expand_as(table[:, :2])):
@@ -228,9 +228,9 @@ class _Sequence:
             raise LossError(msg)
 
     def _of_group(self, rows: list[torch.Tensor]) -> tuple[torch.Tensor, bool]:
-        """Return the rows of the ranks with this sample, and whether any rank was random."""
+        """Return the rows of the ranks with this sample, and whether any drew random numbers."""
         size, rank = self._ranks.size, self._loss_ranks.rank
-        begin = rank - rank % size  # "cp" is the innermost of these axes
+        begin = rank - rank % size  # "cp" is the innermost axis here
         table = on_host(torch.stack(rows))
         return table[begin : begin + size], bool(table[:, 4].any())
 

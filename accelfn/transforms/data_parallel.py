@@ -264,7 +264,7 @@ class compress_grads:
 
     @property
     def gives_up(self) -> Mapping[str, str]:
-        """Name the law that PowerSGD breaks: a part of each gradient is applied later."""
+        """Name the law that PowerSGD violates: some of each gradient is applied later."""
         late = {
             "splits_alike": "the compression error of a gradient is added to a later gradient"
         }
@@ -291,12 +291,12 @@ class compress_grads:
         return _DEFAULTS[name] if value is None else value
 
     def init(self, state: TrainState) -> Slot:
-        """Create a slot without errors."""
+        """Create the slot; no approximation error is kept yet."""
         del state
         return {"iter": 0, "error": {}, "q": {}}
 
     def merge(self, slots: Sequence[Slot], _: World) -> tuple[list[float], Slot]:
-        """Give every rank the mean of the ranks' errors, so that the mean does not change."""
+        """Return a slot with the mean of the ranks' errors, so that no error is lost."""
         first, count = slots[0], len(slots)
         errors = {
             name: torch.stack([slot["error"][name] for slot in slots]).sum(0) / count
@@ -343,7 +343,7 @@ class sync_batchnorm:
     Cost:
         Two small collectives per layer, one in the forward and one in the backward pass, which
         wait for the slowest rank. Also an all-gather of 24 bytes per forward pass, to compare
-        which layers the ranks ran (under wrap_fsdp, one for each small collective).
+        which layers the ranks ran (under wrap_fsdp, one all-gather per small collective).
 
     Raises:
         CollectiveMismatchError: at a step, ranks ran different layers, or ran them in different
@@ -400,7 +400,8 @@ class shard_data:
 
     Law:
         The order of samples does not depend on the number of ranks. With `wrap_ddp`, the result
-        of a step does not depend on it either, up to rounding and except for batch statistics.
+        of a step does not depend on this number either, up to rounding and except for batch
+        statistics.
 
     Cost:
         Arithmetic on two integers per batch.
@@ -512,8 +513,8 @@ class wrap_fsdp:
         passes. If False, an update gathers each unit once, and at the end of the forward pass
         the whole model is gathered.
         gather_dtype: the dtype of gathered parameters, such as torch.bfloat16; None means the
-        dtype of the parameters. The inputs of the model are cast to it. The optimizer's shards
-        keep their dtype.
+        dtype of the parameters. The inputs of the model are cast to the same dtype. The
+        optimizer's shards keep their dtype.
         reduce_dtype: the dtype for summing gradients over ranks; None means the dtype of the
         parameters, even with gather_dtype.
         keep_grads: if there are several micro-batches, "whole" keeps full gradients on each
@@ -535,10 +536,10 @@ class wrap_fsdp:
         unit and the next unit. An update makes two all-gathers and one reduce-scatter per
         unit, one of each for the root, and an all-reduce of 8 bytes. Each pass adds an
         all-gather of 24 bytes, to agree on the order of units. If ranks run a unit in
-        another order than in their last pass, there is one more. In total a rank sends at
-        most 3 (n - 1) / n of the parameters' bytes; DistributedDataParallel sends 2 (n - 1)
-        / n. Each further micro-batch gathers again. m copies add an all-reduce of a rank's
-        shards. Buffers are broadcast from rank 0 before an update's first forward pass.
+        another order than in their last pass, there is one more all-gather. In total a rank
+        sends at most 3 (n - 1) / n of the parameters' bytes; DistributedDataParallel sends
+        2 (n - 1) / n. Each further micro-batch gathers again. m copies add an all-reduce of a
+        rank's shards. Buffers are broadcast from rank 0 before an update's first forward pass.
 
         With cpu_offload the device holds only gathered units, their gradients and activations.
         Each all-gather copies a rank's shards from pinned host memory to the device, and each

@@ -42,8 +42,9 @@ from accelfn.state.state import OptState, TrainState
 from accelfn.state.update import Update
 from accelfn.world import World
 
-# Exchanging a fragment (a group of parameters): ranks average how far its parameters have moved
-# away from the anchor, their values after the last exchange.
+# Exchange of a fragment (a group of parameters). The anchor has the values of all parameters
+# after their last exchange. Ranks average how far the fragment's parameters have moved away from
+# the anchor. A flight is an exchange that has started and is not complete.
 #
 # Uncompressed values need one all-reduce. Quantized values need two steps; the second starts
 # half-way through the delay. Each rank keeps its rounding errors, and adds them in its next
@@ -93,7 +94,7 @@ class Exchange:
         *,
         like: Mapping[str, Any],
     ) -> tuple[Flight, Mapping[str, Any]]:
-        """Start to send a fragment; return the exchange and this rank's new rounding errors.
+        """Start to send a fragment; return the `Flight` and this rank's new rounding errors.
 
         Args:
             deltas: how far each parameter of the fragment has moved.
@@ -125,7 +126,7 @@ class Exchange:
     def start_second_half(
         self, flight: Flight, error: Mapping[str, Any]
     ) -> tuple[Flight, Mapping[str, Any]]:
-        """Start the second half of a quantized exchange; return the exchange and the errors."""
+        """Start the second half of a quantized exchange; return `Flight` and rounding errors."""
         if flight.get("half") != 1:
             return flight, error
         names: Sequence[str] = flight["names"]
@@ -150,7 +151,7 @@ class Exchange:
         """Return the ranks' mean for this rank's shards, by name; None if no rank saw a sample.
 
         Args:
-            flight: the exchange; if it is quantized, in its second half.
+            flight: the exchange; a quantized exchange must be in its second half.
             like: tensors with this rank's shards, by name.
         """
         names: Sequence[str] = flight["names"]
@@ -170,7 +171,7 @@ class Exchange:
 def merge_flights(
     flights: Sequence[Flight], bits: int, like: Mapping[str, Any]
 ) -> tuple[Flight, Tensors]:
-    """Merge one exchange of several ranks; return the exchange and the rounding errors."""
+    """Merge the flights that several ranks have of one exchange; return flight and errors."""
     first = flights[0]
     if first.get("half") != 1:
         return first, {}
@@ -267,8 +268,8 @@ def bucket_names(
     """Yield groups of parameter names, each of at most `most` MiB or one parameter.
 
     The parameters of one group are sharded along the same axes. If several ranks of a copy hold
-    the same values, these are not quantized together with other values, because the ranks would
-    then round them differently.
+    the same values, these values are not quantized together with other values, because the ranks
+    would round them differently.
     """
     bucket: list[str] = []
     size, axes = 0, None
@@ -295,7 +296,7 @@ NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def as_value(factory: Any) -> Any:
-    """Return a value that is equal for equal factories.
+    """Return a value to compare factories of optimizers; equal factories have equal values.
 
     For a partial, the value consists of its function and arguments.
     """
@@ -525,7 +526,7 @@ class diloco:
     def finalize(
         self, state: TrainState, slot: Slot, update: Update
     ) -> tuple[TrainState, Slot]:
-        """Complete all exchanges, exchange the rest, and set the parameters to the anchor."""
+        """Complete all flights, exchange what moved since, and set parameters to the anchor."""
         slot = self._fit_slot(slot, state.step)
         for key in list(slot["flights"]):
             slot = self._apply_flight(
@@ -693,7 +694,7 @@ class diloco:
         return {**slot, "error": error, "flights": {**slot["flights"], f"{i}": flight}}
 
     def _continue_flight(self, state: TrainState, slot: Slot, key: str) -> Slot:
-        """Start the second half of an exchange, if it has one."""
+        """Start the second half of an exchange, if the exchange is quantized."""
         flight, error = slot["flights"][key], slot["error"]
         flight, error = self._exchange(state).start_second_half(flight, error)
         return {**slot, "error": error, "flights": {**slot["flights"], key: flight}}

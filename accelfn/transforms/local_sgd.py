@@ -55,7 +55,7 @@ class local_sgd:
     short and empty shares count correctly. If no rank has seen a sample, all ranks have equal
     weights. `af.finalize` averages once more at the end. Evaluation and export use the average
     over the ranks at any time. If another transform, such as `ema`, sets the parameters to
-    evaluate, the average is over these.
+    evaluate, the average is over those parameters.
 
     With `neighbours`, groups of ranks with a fast network, such as the ranks of one machine,
     are averaged more often than all ranks.
@@ -123,7 +123,7 @@ class local_sgd:
         return {"draws_nothing": True, "by_rank": keys, "owes": _owes}
 
     def init(self, state: TrainState) -> Slot:
-        """Create the slot of equal ranks, and the groups of neighbors."""
+        """Create the slot for ranks with equal parameters, and open the groups of neighbors."""
         ranks = state.definition.copies
         for size in self.neighbours.values():
             if ranks.size % size:
@@ -143,8 +143,8 @@ class local_sgd:
         """Add up this rank's weight, and average if a period is over."""
         slot = {**slot, "weight": slot["weight"] + update.weight}
         if self.neighbours:
-            # a group that the options did not have before starts with the weight of
-            # `sync_every`
+            # a group size that a loaded slot does not have starts with the weight since the
+            # last average of all ranks
             weights = {f"{p}": slot["weight"] for p in self.neighbours}
             before = slot.get("near", {})
             slot["near"] = {

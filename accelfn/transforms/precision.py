@@ -164,7 +164,7 @@ class autocast:
             # torch caches cast weights until the outermost autocast region ends. If a caller's
             # region contains many updates, later updates would use old weights
             torch.clear_autocast_cache()
-            # the model of an evaluation is not converted yet
+            # a model that is used in an evaluation is not converted to float8 yet
             if self.precision == "fp8":
                 to_float8(model, self.layers, repr(self))
             try:
@@ -212,7 +212,7 @@ class autocast:
     def grads(
         self, grads: Grads, slot: ScaleSlot, update: Update
     ) -> tuple[Grads, ScaleSlot]:
-        """Check on all ranks whether gradients are finite, and adjust the scale."""
+        """Check whether the gradients of all ranks are finite, and adjust the scale."""
         overflow = tree.non_finite(grads.as_taken.values()).to(slot["scale"].device)
         if not update.replicated:
             all_reduce_([overflow], update.world, label="autocast: overflow?")

@@ -81,7 +81,7 @@ def _checkpoint_call(
         forward = partial(_run_with_buffers, module, forward, [])
     modes = _get_current_function_mode_stack()
     if modes:  # the backward pass runs outside these modes
-        # the contexts of both forward passes: the second restores the modes of the first
+        # contexts for the forward pass and its recomputation, which enters the modes again
         kwargs["context_fn"] = lambda: (nullcontext(), _enter_modes(modes))
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
@@ -144,7 +144,7 @@ class _Buffers:
 
     @contextmanager
     def replay(self) -> Generator[None]:
-        """Run again with copies of the recorded values, then restore the current buffers."""
+        """In a `with` block, use copies of the recorded values; restore the buffers afterwards."""
         after = [(table, key, table[key]) for table, key, _ in self._before]
         for table, key, copy in self._before:
             table[key] = copy.clone()

@@ -57,8 +57,9 @@ class tensor_parallel:
     - "row": a linear layer that is split by input features. It ends a block, and sums its
       output over the ranks. Between column and row layers, each rank computes only its own
       heads and features.
-    - "vocabulary": an embedding or an output head that is split by words. Cross entropy is
-      computed from split scores; every other function gets the gathered scores of all words.
+    - "vocabulary": an embedding or an output head, split by words of the vocabulary. Cross
+      entropy is computed from split scores; every other function gets the gathered scores of
+      all words.
     - "gathered": a column layer that gathers its output features on all ranks.
     - "replicated": an unsplit module between a column and a row layer, such as a norm of each
       head. Its gradients are summed over the ranks.

@@ -51,8 +51,8 @@ def parse_axes(word: str, text: str, size: int | None) -> dict[str, int]:
         size: the world's size; None if unknown, then -1 is kept.
 
     Raises:
-        ArgumentError: the text has another form, or a name occurs twice; and the same as for
-            `resolve_axes`.
+        ArgumentError: the text has another form, a name occurs twice, or `resolve_axes` would
+            raise.
     """
     sizes: dict[str, int | str] = {}
     for part in text.split(","):
@@ -72,8 +72,7 @@ def choose_axes(call: str, axes: object, text: str | None, size: int) -> dict[st
     """Return the axes that the script or its launcher sets; {} if neither sets axes.
 
     Raises:
-        ArgumentError: script and launcher set different axes; and the same as for
-            `resolve_axes`.
+        ArgumentError: script and launcher set different axes, or `resolve_axes` raises.
     """
     script_axes = {} if axes is None else resolve_axes(call, axes, size)
     if not text:
@@ -198,12 +197,12 @@ def place(axes: Mapping[str, int], rank: int) -> dict[str, int]:
 
 
 def long(axes: Mapping[str, int], names: Sequence[str]) -> tuple[str, ...]:
-    """Return those of the named axes that have several ranks, outermost first."""
+    """Return the named axes, without axes of one rank, outermost first."""
     return tuple(name for name in axes if name in names and axes[name] > 1)
 
 
 def neighbor_runs(axes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Return every run of neighboring axes, except the run of all axes.
+    """Return every sequence of neighboring axes, except the sequence of all axes.
 
     Axes with one rank are left out.
     """

@@ -40,19 +40,19 @@ if TYPE_CHECKING:
 class Activity:
     """The current operation of one rank, shared by all of its worlds.
 
-    Errors show it. Only `samples` changes results: a collective in a loss ignores the filler
-    samples of empty shares.
+    Error messages show the operation. Only `samples` changes results: a collective in a loss
+    ignores the filler samples of empty shares.
 
     Attributes:
         label: the label of the running collective; None outside of collectives.
         structure: the structure of the collective's tree, for simulated ranks.
         step: the number of the current or latest update.
-        is_between: whether that update is finished.
+        is_between: whether the update `step` is finished.
         num_updates: the number of updates that the rank has finished.
         samples: the samples of the running loss, an `engine.runner.Samples`.
-        has_coupled: whether a collective in this loss combined samples of several ranks.
-        stand_ins: the filler samples of the latest empty shares. Outside of their batch they
-            count as samples.
+        has_coupled: whether a collective in the running loss combined samples of several ranks.
+        stand_ins: the filler samples of the latest empty shares. Outside of their batch, these
+            fillers would count as samples.
         trail: the latest collectives, each with its update.
         on_update: a function that is called with the number of each update at its start, for
             example to simulate a failure.
@@ -82,7 +82,7 @@ class Activity:
             callback()
 
 
-# The roll call: ranks exchange their status after a failure.
+# The roll call: after a failure, ranks exchange their status through the store.
 #
 # A backend reports only that a connection broke. So each rank writes its status into the store
 # of the rendezvous. There the other ranks read which rank raised an error, and which ranks
@@ -124,7 +124,7 @@ class Standing:
 
 
 def name_error(kind: str, text: str) -> str:
-    """Return an error's class and first line; for an error in a data worker, its cause's.
+    """Return an error's class and first line; for a data worker's error, those of its cause.
 
     torch wraps an error of a data worker in a message that begins "Caught ValueError in
     DataLoader worker process 0." and contains the worker's traceback.
@@ -163,7 +163,7 @@ class RollCall:
         self._told: Standing | None = None
 
     def begin(self, timeout: float) -> None:
-        """Wait until all ranks have joined: a rank that ends earlier would break the others.
+        """Wait until all ranks have joined. If a rank ended before, the others could not join.
 
         Rank 0, which may host the store, continues last, so that no rank waits for a closed store.
 
@@ -219,7 +219,7 @@ class RollCall:
         Wait until a failed rank, or all ranks, have reported, but at most half a second. Ranks
         without a report are left out.
         """
-        # with two ranks, this rank waited for the only other rank, so its status is enough
+        # with two ranks only the other rank can have failed: do not wait for its report
         return self._heard(
             lambda heard: (
                 self._size == 2 or any(not h.is_waiting for h in heard.values())
@@ -280,7 +280,7 @@ class Connection:
     Attributes:
         group: torch's process group; None after the world is closed.
         activity: this rank's current operation.
-        roll_call: the exchange of the ranks' last status, in a world of `from_env`.
+        roll_call: exchanges the ranks' last status after a failure, in a world of `from_env`.
         simulated: the services of simulated ranks (`testing.simulation.ranks`); None otherwise.
         regrouping: creates the next world in an elastic run: a `world.meeting.Launched`, or the
             services of simulated ranks.
@@ -291,7 +291,7 @@ class Connection:
         is_broken: whether a collective failed because of another rank.
         is_ours: whether accelfn opened the group, and must close it.
         is_closed: whether the world is closed.
-        is_lent: whether a branch is in use. Then this connection must not be used.
+        is_lent: whether a branch (see `is_branch`) is in use. Then do not use this connection.
         is_branch: whether this is a branch: the same processes with another process group.
     """
 
@@ -311,7 +311,7 @@ class Connection:
     _holders: list[weakref.WeakMethod[Callable[[], None]]] = field(factory=list)
 
     def __attrs_post_init__(self) -> None:
-        """Check the group; make the first update raise if this process has not joined others."""
+        """Check the group; make an update raise if a replacing process has not regrouped."""
         if self.group is not None and not isinstance(self.group, dist.ProcessGroup):
             msg = f"World(group={self.group!r}): expected a torch ProcessGroup or None."
             raise ArgumentError(msg)
@@ -521,7 +521,7 @@ class WatchedStore(dist.Store):
             time.sleep(_LOOKS_EVERY)
 
     def has_extended_api(self) -> bool:
-        """Return False, because this store cannot append, or read several keys at once."""
+        """Return False, because this store cannot append values or read several keys at once."""
         return False
 
     def set_timeout(self, timeout: timedelta) -> None:

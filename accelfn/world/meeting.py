@@ -236,8 +236,8 @@ def _meet(meeting: Meeting) -> dist.Store:
     for all processes.
     """
     place = meeting.place
-    # a launcher's store still exists after a world ends, so each world has its own key prefix:
-    # the next world must not read addresses of the old world
+    # each world has its own key prefix, because a launcher's store still exists after a world
+    # ends, and the next world must not read the addresses of the old world
     name = f"accelfn attempt {place.attempt} world {next(_worlds)}"
     store = dist.PrefixStore(name, store_of(place, meeting.seconds_left))
     meeting.store = store
@@ -342,11 +342,11 @@ class Words:
         return cls(dist.PrefixStore("accelfn elastic", store))
 
     def come(self, number: int, name: str) -> None:
-        """Write that a process of the previous world waits for world `number`."""
+        """Write that a process of the world before waits for world `number` to open."""
         self.store.set(f"came {number} {name}", "")
 
     def has_come(self, number: int, name: str) -> bool:
-        """Return whether a process waits for world `number`."""
+        """Return whether a process of the world before waits for world `number` to open."""
         return self.store.check([f"came {number} {name}"])
 
     def ask_in(self, name: str) -> None:
@@ -433,9 +433,9 @@ class Launched:
     Attributes:
         store: the launcher's store.
         name: the name of this process in the store.
-        names: the processes of its world, in the order of their ranks.
+        names: the names of the processes of its world, in the order of their ranks.
         backend: torch's backend for the process group; None for the default.
-        device: the device of its tensors.
+        device: the device of this process's tensors.
         timeout: seconds that a collective, or a wait for other processes, may take.
         is_newcomer: whether this process has not joined a world with others.
         number: the number of its world.

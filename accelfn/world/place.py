@@ -113,7 +113,7 @@ def given_port(env: Environment) -> int:
 
 
 def derived_port(number: int) -> int:
-    """Return a port for a run, from a number; the operating system uses ports from 32768."""
+    """Return a port below 32768, computed from a number; the system itself uses higher ports."""
     return 10_000 + number % 20_000
 
 
@@ -325,7 +325,7 @@ def _first_machine(env: Environment) -> str:
 
 
 def _port_of_job(env: Environment) -> int:
-    """Return a port from job and step number: equal on all ranks, but not for other steps."""
+    """Return a port for the SLURM step: equal on its ranks, but different for other steps."""
     if "SLURM_JOB_ID" not in env:
         msg = "The environment has SLURM_PROCID but lacks SLURM_JOB_ID and MASTER_PORT."
         raise WorldError(msg)
@@ -335,7 +335,7 @@ def _port_of_job(env: Environment) -> int:
 
 # The place of a process that torchrun or `accelfn launch` started.
 #
-# Ray Train and Kubeflow's PyTorchJob set the same variables, or some of these variables.
+# Ray Train and Kubeflow's PyTorchJob set all or some of the same variables.
 
 
 def place_by_torchrun(env: Environment) -> Place:

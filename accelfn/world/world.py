@@ -187,7 +187,7 @@ class World:
         )
 
     def followed(self, rank: int, size: int, connection: Connection) -> "World":
-        """Return the next world after a regrouping; closing this world also closes the next."""
+        """Return the world after a regrouping. Closing this world also closes that world."""
         successor = attrs.evolve(
             self,
             rank=rank,
@@ -268,7 +268,7 @@ class World:
     def across(
         self, *, size: int | None = None, by: Literal["node"] | None = None
     ) -> "World":
-        """Return one rank of each part of `split`, as a world: those with the same rank in it.
+        """Return a world with the ranks that have this rank's position in the parts of `split`.
 
         With `size`, the `rank` in the result is the number of this rank's part. Arguments and
         cost are the same as for `split`.
@@ -387,7 +387,7 @@ class World:
         """Close the process group that `from_env` opened.
 
         After an exception, the group stays open until the interpreter exits. The other ranks
-        fail when it is closed, and this rank must print its traceback before they do.
+        fail when the group is closed, and this rank must print its traceback before that.
         """
         if error is None:
             self.close()
@@ -466,8 +466,8 @@ def open_part(
     return connection.parts[name,]
 
 
-# The ranks that share one sharded copy of a model: those along "cp" and "dp_shard", because
-# gradients are summed along both axes.
+# The ranks that share one sharded copy of a model are the ranks along "cp" and "dp_shard",
+# because gradients are summed along both axes.
 
 
 _FOLDED = ("dp_shard x cp",)
