@@ -263,7 +263,7 @@ def _reader_left() -> bool:
         out = sys.stdout.fileno()
     except (
         OSError
-    ):  # the output is an object of this process, without a file descriptor
+    ):  # the output is a Python object in this process, without a file descriptor
         return False
     asks = select.poll()
     asks.register(out, 0)  # an empty event mask: poll reports errors anyway

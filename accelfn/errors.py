@@ -76,7 +76,7 @@ class CompileError(Error, RuntimeError):
     """A loss cannot be compiled, or this machine has no compiler."""
 
 
-class AccelfnWarning(Error, UserWarning):  # noqa: N818 - af.errors.AccelfnWarning, and it is one
+class AccelfnWarning(Error, UserWarning):  # noqa: N818 - the public name says it
     """Code runs, but is likely a mistake; the message has the code to write instead."""
 
 

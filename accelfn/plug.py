@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     # Returns whether an optimizer stores its update count in the parameter groups.
     from accelfn.engine.optimizer import counts_by_group as counts_by_group
 
-    # Runs a loss forward and backward on one rank; derive your runner from it.
+    # Runs a loss forward and backward on one rank; the base class of your runner.
     from accelfn.engine.runner import LocalRunner as LocalRunner
 
     # The result of a runner's forward: a checked loss, its weight and metrics.

@@ -92,7 +92,7 @@ def pack(coded: Any, tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 def unpack(data: bytes, device: str = "cpu") -> tuple[Any, dict[str, torch.Tensor]]:
     """Return the JSON data and the tensors that `pack` wrote."""
-    import safetensors.torch  # noqa: PLC0415 - as in `pack`
+    import safetensors.torch  # noqa: PLC0415 - often not needed
 
     tensors = {
         key: tensor.to(device) for key, tensor in safetensors.torch.load(data).items()

@@ -78,7 +78,7 @@ class Talk:
     hurried_at: float | None = None
 
     def __call__(self, label: str, text: str) -> list[str]:
-        """Write this rank's text, wait for those of all ranks, and return all texts.
+        """Write this rank's text, wait for all ranks' texts, and return them in rank order.
 
         Raises:
             CheckpointWriteError: the writing thread of a rank has ended with an error.
@@ -251,9 +251,9 @@ class Writing:
             lock = self._talk.begin()
             self._write(self._talk)
         except CheckpointWriteError as error:
-            self._error = error  # all ranks have this error
+            self._error = error  # all ranks get this error
         except PeerFailedError as error:
-            self._error = error  # the other running ranks have this error too
+            self._error = error  # ranks that still run get this error too
         except BaseException as error:  # noqa: BLE001 - `join` returns this error
             self._error = self._alone(error)
             with suppress(BaseException):  # this text may fail for the same reason
@@ -353,7 +353,7 @@ class PendingSave:
     def rejoin(
         self, world: "World", error: CheckpointWriteError | None
     ) -> CheckpointWriteError | None:
-        """Continue in a new world; return the first error that a rank of it passes."""
+        """Continue in a new world; return the first error that the ranks of that world pass."""
         text = "" if error is None else str(error)
         failure = _first(gather_text(text, world, label="store: exchange errors"))
         self.world = world

@@ -616,7 +616,7 @@ def _process_start(pid: int) -> str | None:
         return None if state == "Z" else rest[18]
     if arguments.exists(Path("/proc/self/stat")):
         return None
-    if system.IS_WINDOWS:  # there, os.kill(pid, 0) interrupts the process
+    if system.IS_WINDOWS:  # on Windows, os.kill(pid, 0) would interrupt the process
         return "alive"
     try:
         os.kill(pid, 0)

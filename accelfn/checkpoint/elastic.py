@@ -424,7 +424,7 @@ def _slot(source: Source, name: str, rank: int) -> Any:
 # sends the tensors that are equal on all ranks, tensors that cannot be averaged, and tensors in
 # slots that a transform merges. Each further stage sends the other tensors of one rank (or copy
 # of the model). A rank that fails still joins the remaining broadcasts, because other ranks
-# would wait for it. It reports its error in the next exchange of texts.
+# would wait for it. The rank reports its error in the next exchange of texts.
 
 
 Arrival = tuple[str, Mapping[str, torch.Tensor]]

@@ -37,9 +37,9 @@ from accelfn.errors import CheckpointCorruptError
 
 # Write, rename, remove and lock files. When these functions return, the change is on the disk.
 #
-# A file's data are on the disk after a flush of the file, and its name after a flush of the
-# directory. After a crash, a file system may have kept any subset of the changes that were not
-# flushed (Pillai et al. 2014, "All File Systems Are Not Created Equal").
+# A file's data are on the disk after a flush of the file. The file's name is on the disk after
+# a flush of the directory. After a crash, a file system may have kept any subset of the changes
+# that were not flushed (Pillai et al. 2014, "All File Systems Are Not Created Equal").
 
 
 Chunk: TypeAlias = bytes | memoryview
@@ -166,7 +166,7 @@ def withdraw(path: Path, text: str) -> bool:
     """Remove a file if it has this text; return whether this process removed the file."""
     try:
         with path.open("rb+") as file:
-            with suppress(OSError):  # some file systems have no such locks
+            with suppress(OSError):  # some file systems do not support locks
                 system.lock(file.fileno(), wait=True)
             is_same = os.path.samestat(os.fstat(file.fileno()), path.stat())
             if not is_same or file.read() != text.encode():
@@ -455,8 +455,8 @@ def write_tensors(
 ) -> File:
     """Write tensors to a new file, flush it, and return its description.
 
-    A second thread computes the digests. If a tensor is on a GPU or is not contiguous, both
-    threads make a copy of it, one tensor at a time.
+    A second thread computes the digests. If a tensor is on a GPU or is not contiguous, each of
+    the threads copies the tensor, one tensor at a time.
     """
     header, entries = _header(tensors, metadata)
     with ThreadPoolExecutor(1, "accelfn-digest") as pool:

@@ -626,7 +626,7 @@ def read_all_or_none(state: TrainState, read: Callable[[], T]) -> T:
     outcome: T | Exception
     try:
         outcome, text = read(), ""
-    except Exception as error:  # noqa: BLE001 - reported to all ranks, whatever it is
+    except Exception as error:  # noqa: BLE001 - any error is reported to all ranks
         is_corrupt = isinstance(error, CheckpointCorruptError)
         outcome, text = error, json.dumps([is_corrupt, format_error(error)])
     texts = gather_text(text, state.world, label="load: read files")

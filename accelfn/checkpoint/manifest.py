@@ -568,13 +568,13 @@ class Manifest:
         }
 
     def trees_of(self, rank: int) -> dict[str, Any]:
-        """Return the trees of a rank by unit, as plain data."""
+        """Return a rank's trees of plain data, by unit (a field or slot)."""
         trees = dict(self.trees_by_rank[rank]) if self.own_units else {}
         return {u: t for u, t in self.trees.items() if u not in self.own_units} | trees
 
     @cached_property
     def own_units(self) -> frozenset[str]:
-        """The units with a different tree on each rank."""
+        """The units (fields and slots) that have a different tree on each rank."""
         return frozenset[str]().union(*self.trees_by_rank)
 
     @property

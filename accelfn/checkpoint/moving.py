@@ -348,7 +348,8 @@ def _slots_on_device(slots: Mapping[str, Any], device: torch.device) -> dict[str
     return {name: tree.tree_map(copy_part, slot) for name, slot in slots.items()}
 
 
-# `regroup`: after ranks have left or joined, continue in a world of all ranks that are there.
+# `regroup`: after ranks have left or joined, continue in a world of all remaining and waiting
+# ranks.
 
 
 _REGROUP = "af.regroup(state)"
@@ -423,7 +424,7 @@ def regroup(state: TrainState, *, restore: Restore | None = None) -> TrainState:
             newest = max((int(step) for step in steps if step), default=0)
             behind = newcomer or state.step < newest
             return move(state, target, target, newcomer=behind, restore=restore)
-        except PeerFailedError:  # another rank failed: form a new world of the others
+        except PeerFailedError:  # another rank failed: form a new world without it
             if not target.connection.is_broken:
                 raise  # the error is from another world, in `restore`
             world = target

@@ -300,8 +300,8 @@ def save_of(state: TrainState, directory: Path) -> Save:
 def contents_of(
     state: TrainState, frozen: str, *, metrics: Mapping[str, float] | None = None
 ) -> Contents:
-    """Return the data to write for a state; its tensors are those of the state, not copies."""
-    # after this save a run can end without losing work: drop the warning for that case
+    """Return the data to write for a state; its tensors are the state's, not copies."""
+    # after this save, the run can end without losing work: cancel the warning about lost work
     state.world.connection.activity.on_close.pop(state.name, None)
     fields, digests = fields_of(state), dict[str, str]()
     if frozen == "hash":

@@ -122,7 +122,7 @@ def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:
 
 
 def check_numbers(texts: Sequence[str]) -> None:
-    """Warn if a rank passed other metrics than rank 0: the store keeps those of rank 0."""
+    """Warn if a rank passed other metrics than rank 0: the store keeps rank 0's."""
     first = json.loads(texts[0])
     for rank, text in enumerate(texts):
         if text != texts[0]:
@@ -603,7 +603,7 @@ class CheckpointStore:
             if job.rank == 0 and files.is_there(job.final):
                 try:
                     act()
-                except Exception as own:  # noqa: BLE001 - the other rank's error is raised
+                except Exception as own:  # noqa: BLE001 - `error` is raised instead
                     error.add_note(f"{job.not_finished}: {commit.format_error(own)}")
             raise
         job.run_on_all(None if self.async_ else exchange, Phase.FINISH, act)

@@ -141,7 +141,7 @@ def check_same_data(data: "Data", looks: Looks | None, world: World) -> None:
 
     Cost: a small all-reduce. For each `Data` record, eight samples are read once; also up to 4
     MiB of a dataset made of tensors, and up to 65,536 indices of a Subset. If ranks differ, all
-    this is read four more times.
+    these values are read four more times.
 
     Raises:
         ReplicaMismatchError: ranks differ. The message has the first difference, with a row for

@@ -83,7 +83,7 @@ def _is_order(value: Any) -> bool:
 
 
 def _is_order_option(value: Any) -> bool:
-    # a class such as orders.weighted, which the user forgot to call
+    # reject a class such as orders.weighted, which the user forgot to call
     is_class = isinstance(value, type) and _is_order(value)
     return value is None or ((callable(value) or _is_order(value)) and not is_class)
 

@@ -157,7 +157,7 @@ def watch_workers(
                 if reason is None:
                     raise
                 if "timed out" in str(error):
-                    # without this, the main process would wait for a worker that hangs
+                    # otherwise, the main process would wait for a worker that hangs
                     for worker in values._workers:
                         worker.terminate()
                 num_read, being_read = due()
@@ -168,7 +168,7 @@ def watch_workers(
                 raise DataError(msg) from error
             yield value
     finally:
-        # the garbage collector would do this later, and wait 5 s for each worker
+        # otherwise, the garbage collector would end the workers later, and wait 5 s for each
         values._shutdown_workers()
 
 
@@ -181,7 +181,7 @@ def _start_iterator(loader: Any, place: Place) -> Any:
             return iter(loader)
     except (PicklingError, AttributeError, TypeError, OSError, EOFError) as error:
         how = multiprocessing.get_start_method(allow_none=True)
-        if how in (None, "fork"):  # then the error is not about pickling
+        if how in (None, "fork"):  # a fork pickles nothing
             raise
         msg = (
             f"A data worker of rank {place.rank} of {place.size} could not be started for"

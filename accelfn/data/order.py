@@ -359,7 +359,7 @@ class bucketed:
             indices = indices[np.argsort(self.lengths[indices], kind="stable")]
             if batch_size is None:
                 return indices
-            count = len(indices) // step  # a short last batch keeps its place
+            count = len(indices) // step  # a short last batch stays last
             turns = shuffle_positions(
                 np.arange(count), n=max(count, 1), key=draws.fold(key, number)
             )
@@ -369,7 +369,7 @@ class bucketed:
         return lambda positions: look_up_blocks(positions, window, sort_window)
 
 
-# A torch sampler as an order: every rank reads the same indices from it.
+# A torch sampler as an order: every rank reads the same indices from the sampler.
 
 
 @attrs.frozen(eq=False)
@@ -423,7 +423,7 @@ def is_plain(sampler: Any, kind: type) -> bool:
 
 def refuse_distributed(sampler: Any) -> None:
     """Raise `DataError` if a sampler already splits the samples among ranks."""
-    inner = getattr(sampler, "sampler", None)  # if it is a batch sampler
+    inner = getattr(sampler, "sampler", None)  # a batch sampler has an inner sampler
     if isinstance(sampler, DistributedSampler) or isinstance(inner, DistributedSampler):
         msg = (
             "A DistributedSampler already splits the samples among the ranks, and"

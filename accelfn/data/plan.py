@@ -516,7 +516,7 @@ def _hash_of(sample: Any) -> bytes:
 def bytes_of(leaf: Any) -> bytes:
     """Return bytes that identify a value; for an object of an unknown class, only the class."""
     if isinstance(leaf, torch.Tensor):
-        with suppress(RuntimeError):  # a sparse tensor has no such bytes
+        with suppress(RuntimeError):  # a sparse tensor cannot be read as bytes
             # clone, because a view may have a lazy conjugation
             array = leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
             head = f"{array.dtype}{tuple(array.shape)}".encode()
@@ -565,7 +565,7 @@ class Epoch:
         order: a function from positions to dataset indices.
         cut: how the positions are cut into batches.
         key: the key of the epoch's random numbers.
-        sorts: whether the order must compute more positions than those that are requested.
+        sorts: whether the order must compute more positions than the requested ones.
     """
 
     number: int

@@ -222,7 +222,7 @@ class _Fetched:
             return self.fetch(task)
         except (
             StopIteration
-        ) as error:  # to a loader, this would mean the end of the data
+        ) as error:  # a DataLoader would treat it as the end of the data
             msg = "A dataset or collate function raised StopIteration."
             raise RuntimeError(msg) from error
 
@@ -243,7 +243,7 @@ def _assemble_batches(pairs: Iterable[Pair], plan: Plan) -> Iterator[Batch]:
         filler: tuple[Filler, ...] = ()
         for low, high in spans:
             weights += (high - low,)
-            # positions after the end of the epoch repeat samples of its start
+            # positions after the end of the epoch repeat samples of the epoch's start
             filler += (
                 low == high or (high > num_own and np.arange(low, high) >= num_own),
             )

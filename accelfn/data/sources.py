@@ -402,7 +402,7 @@ def _as_tuple(weights: Any) -> tuple[Any, ...]:
 
 @attrs.frozen
 class Joined:
-    """Several sources as one: the indices of the second follow those of the first, and so on."""
+    """Several sources as one: each source's indices follow those of the previous source."""
 
     parts: "tuple[Source, ...]"
 

@@ -326,8 +326,8 @@ def order_reductions(
             reduction.
 
     Returns:
-        Two orders: that of the parameters, for passes where `come_listed()` is true, and that of
-        rank 0, for other passes.
+        Two orders: the order of the parameters, for passes where `come_listed()` is true, and
+        rank 0's order, for other passes.
     """
     listed_in: list[tuple[nn.Parameter, int]] = [
         (param, group)

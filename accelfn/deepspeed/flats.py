@@ -222,7 +222,8 @@ class _Read:
         self._versions = self._count_writes()
 
     def _count_writes(self) -> dict[str, int]:
-        # a write to a DTensor increments its version; a write to its shard, the shard's
+        # a write to a DTensor increments the DTensor's version; a write to the local shard
+        # increments the shard's version
         return {n: v._version + tree.local(v)._version for n, v in self._values.items()}
 
     def check(self, field: str) -> None:
@@ -372,7 +373,7 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
                 if is_flat(value, size):
                     by_key.setdefault(key, {})[i] = value
                     continue
-                # not elementwise, such as a count: each parameter gets a copy
+                # a value that is not elementwise, such as a count: copy it for each parameter
                 for name in where.names_of(i):
                     is_tensor = isinstance(value, torch.Tensor)
                     rows[name][key] = value.clone() if is_tensor else value

@@ -231,7 +231,7 @@ def _ending(pid: int) -> _Ending | None:
     """Return how a child process ended, without reaping it; None while it is running."""
     try:
         status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # torch's agent has reaped it, after a success
+    except ChildProcessError:  # the process succeeded, and torch's agent reaped it
         return _Ending(is_by_signal=False, status=0)
     if status is None:
         return None

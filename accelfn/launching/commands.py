@@ -174,7 +174,7 @@ def _verify_files(folder: Path, bar: Bar) -> Iterator[tuple[str, bool]]:
     except CheckpointCorruptError as error:
         yield str(error), False
         return
-    yield f"{folder / _MANIFEST}: whole", True  # it lists the other digests
+    yield f"{folder / _MANIFEST}: whole", True  # the manifest has the digests
     with bar(folder.name, sum(map(_size, sources.values()))) as advance:
         for state, source in sources.items():
             for name, file in source.manifest.files.items():

@@ -179,7 +179,7 @@ def _sources() -> dict[str, str]:
 
 
 def _run(folder: Path, nproc: int) -> Ended:
-    check_system()  # before imports that may fail there
+    check_system()  # before imports that may fail on Windows or macOS
     from torch.distributed.elastic.multiprocessing import (  # noqa: PLC0415  needed here only
         SignalException,
     )

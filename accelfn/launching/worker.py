@@ -165,8 +165,8 @@ def record(error: BaseException, status: int) -> str:
         "status": status,
     }
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
-    # Written to another file and renamed: this process may be ended at any moment, and the
-    # launcher cannot read an incomplete record.
+    # Write the record to another file and rename that file: this process may be ended at any
+    # moment, and the launcher cannot read an incomplete record.
     with open(f"{file}.part", "w", encoding="utf-8") as part:  # noqa: PTH123
         json.dump({"message": message}, part)
     os.replace(part.name, file)  # noqa: PTH105
@@ -185,7 +185,7 @@ def answer_where() -> None:
 
 
 def where_file(error_file: str) -> str:
-    """Return the path of the file for a process's stack, given that of its error file."""
+    """Return the path of the file for a process's stack, given the path of its error file."""
     return f"{error_file}.where"
 
 

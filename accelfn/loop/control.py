@@ -148,14 +148,14 @@ def print_in_order(world: World, *values: object) -> None:
     texts = gather_text(line, world, label="print_in_order")
     if world.is_main:
         for rank, text in enumerate(texts):
-            print(f"rank {rank}: {text}", flush=True)  # noqa: T201 - printing is its purpose
+            print(f"rank {rank}: {text}", flush=True)  # noqa: T201 - on purpose
 
 
 def print_once(world: World, *values: object, local: bool = False) -> None:
     """Print values on rank 0 only; with `local`, once on every machine."""
     check_world("af.print_once", world)
     if world.local_rank == 0 if local else world.is_main:
-        print(*values, flush=True)  # noqa: T201 - printing is its purpose
+        print(*values, flush=True)  # noqa: T201 - on purpose
 
 
 def assert_replicas_agree(state: TrainState) -> None:

@@ -745,7 +745,7 @@ def _torch_branch(world: World) -> tuple[World, Callable[[], None]]:
 
 @contextmanager
 def _as_default_group(branch: World) -> Generator[None]:
-    """In a `with` block, make a branch's group torch's default group, which DeepSpeed uses."""
+    """In a `with` block, make a try's group torch's default group, which DeepSpeed uses."""
     if branch.connection.simulated is not None:
         yield
         return

@@ -45,7 +45,7 @@ from accelfn.model.model import (
 # Record the operations on parameters that have no values.
 #
 # A factory that runs with its parameters on the meta device leaves no values. But the recorded
-# operations show how it would set each parameter: in the same way as the module's
+# operations show how the factory would set each parameter: in the same way as the module's
 # `reset_parameters`, or in another way, for example from a file.
 
 

@@ -32,9 +32,9 @@ from accelfn.errors import Error, ModelError, OptimizerError, StateError
 #
 # A state trains copies of the user's object, which use the object's tensors. The user's object
 # would show the training until a load replaces the state's tensors, but not afterwards. Hooks,
-# modes and learning rates that the user sets on it would have no effect. So its class is
-# replaced by one that raises errors. Its attributes are removed, so that it keeps no tensor in
-# memory.
+# modes and learning rates that the user sets on this object would have no effect. So accelfn
+# replaces the object's class by a class that raises errors. It also removes the object's
+# attributes, because they would keep tensors in memory.
 
 
 _NOTE = "__accelfn_given__"
@@ -341,7 +341,7 @@ class Skeleton:
         for name, meta in self.module.named_buffers():
             memo[id(meta)] = buffers[name].detach()
         # A module has a dozen dicts of hooks, mostly empty. A deep copy of an empty dict takes
-        # as long as that of a full one, so create the empty dicts here.
+        # as long as a deep copy of a full dict, so create the empty dicts here.
         for module in self.module.modules():
             for table in vars(module).values():
                 if type(table) in _TABLES and not table:

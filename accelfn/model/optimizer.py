@@ -154,7 +154,7 @@ class PartStates(MutableMapping[Any, dict[str, Any]]):
 
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the inner optimizers of a combination, or a list of the optimizer itself."""
+    """Return the inner optimizers of a combination, or a list with only this optimizer."""
     if not isinstance(optimizer, Partitioned):
         return [optimizer]
     return [inner for part in optimizer.parts for inner in parts_of(part)]
@@ -211,9 +211,9 @@ class combine_optimizers:
             predicate, for all remaining parameters.
 
     Law:
-        Each parameter is updated as by its own optimizer without the others. A combination of
-        one optimizer is bitwise equal to that optimizer, and so is a combination of two
-        optimizers with the same class and options.
+        Each parameter is updated as by its own optimizer without the other optimizers. A
+        combination of one optimizer is bitwise equal to that optimizer, and so is a combination
+        of two optimizers with the same class and options.
 
     Cost: the cost of the optimizers, and a microsecond for each.
 
@@ -872,7 +872,7 @@ class PerParameter(Optimizer):
             getattr(inner, name)[""] = entry[name]
 
 
-# not an attribute, because a copied optimizer would then update the original's parameters
+# not an attribute: a copy of the optimizer would then update the original's parameters
 _inner_of: "weakref.WeakKeyDictionary[PerParameter, tuple[Any, _Model]]"
 _inner_of = weakref.WeakKeyDictionary()
 

@@ -113,7 +113,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _direct_tensors(name: str, module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's direct tensors, and those of its containers without a forward."""
+    """Return the direct tensors of a module, and of its containers without a forward."""
     tensors = _named_tensors(name, module, recurse=False)
     for child, submodule in module.named_children():
         if not _has_forward(submodule):

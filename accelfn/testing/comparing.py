@@ -174,7 +174,7 @@ class Comparison:
 
 
 def format_differences(differences: Sequence[Difference]) -> str:
-    """Return one line per difference, at most 20 lines, and the number of the others."""
+    """Return one line per difference, at most 20 lines, and the number of other differences."""
     lines = [f"\n  {difference}" for difference in differences[:_MOST_LINES]]
     more = len(differences) - len(lines)
     if more > 0:

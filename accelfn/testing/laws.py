@@ -101,7 +101,7 @@ class Subject:
 
     def within(self, setup: Any) -> "Subject":
         """Return the same training run with another setup."""
-        assert self.begin is not None  # noqa: S101 - subjects of transforms have it
+        assert self.begin is not None  # noqa: S101 - tests of transforms set it
         begin = self.begin
 
         def start(world: World) -> States:
@@ -296,7 +296,7 @@ def leaves_settings(subject: Subject) -> str | None:
                 return f"it changed {name} to {get()} for the whole process."
         return None
 
-    with _settings_as_tried():  # around all ranks, because they share the settings
+    with _settings_as_tried():  # once, because all ranks share the settings
         return next(filter(None, simulate(subject.size, rank)), None)
 
 

@@ -121,7 +121,7 @@ _METHODS = (
 def _copy_inputs(
     args: Iterable[Any], *, owner: str, field: str
 ) -> Callable[[], list[str]]:
-    """Copy the protected tensors. Return a function that lists those that changed since."""
+    """Copy the protected tensors. Return a function that lists the changed tensors."""
     tensors: dict[str, torch.Tensor] = {}
     for value in args:
         tensors |= _protected_tensors(value, owner=owner, field=field)

@@ -108,7 +108,7 @@ def _foreseen(entries: Mapping[int, Entry], ranks: int) -> Payload:
     part = _on_a_line({n: Fraction(e.most, parts(n)) for n, e in loads.items()}, ranks)
     most = None if part is None else part * parts(ranks)
     if all(load.most * size == load.total for size, load in loads.items()):
-        total = None if most is None else most * ranks  # ranks send equal numbers
+        total = None if most is None else most * ranks  # ranks send equally many
     elif all(load.most == load.total for load in loads.values()):
         total = most  # only one rank sends
     else:
@@ -328,8 +328,9 @@ class _Call:
 class Traffic:
     """The bytes that a program sends on any number of ranks, and the seconds that this takes.
 
-    For the numbers of ranks of the runs, the bytes are those of the runs. For other numbers they
-    are a prediction: the same calls, with payloads that are linear in the number of ranks.
+    For a number of ranks that was simulated, the bytes are those of the simulated run. For
+    another number of ranks, the bytes are a prediction: the same calls, with payloads that are
+    linear in the number of ranks.
 
     Attributes:
         logs: the collectives of each run, by the number of ranks.

@@ -86,8 +86,8 @@ def _needs_values(function: str, error: Exception) -> str:
 # Build models with parameters on meta, but with real buffers.
 #
 # Files do not have buffers that are not persistent, such as a table of rotary angles. Only the
-# module's code can compute them. So a factory runs with only its parameters on meta. If a model
-# of Transformers is completely on meta, accelfn builds it again from its configuration.
+# module's code can compute such buffers. So a factory runs with only its parameters on meta. If
+# a model of Transformers is completely on meta, accelfn builds it again from its configuration.
 
 
 M = TypeVar("M", bound=nn.Module)

@@ -470,7 +470,7 @@ class Exchange:
         raise self._raised[rank][-1]
 
     def _check_group(self, call: Call) -> None:
-        """Raise an error if a rank has closed the call's group, or crashed as a member of it."""
+        """Raise an error if a rank has closed the call's group, or crashed in the group."""
         crash = self.regroup.lost_of(call.group)
         peer = self._given_up.get(call.group)
         if crash is not None:

@@ -435,7 +435,7 @@ class Registry:
         return registry
 
     def begin(self, group: SimulatedGroup) -> None:
-        """Set the world's group, and number the ranks by their order in it."""
+        """Set the world's group, and number the ranks by their order in that group."""
         self.numbers = {rank: place for place, rank in enumerate(group.members.ranks)}
         default = SimulatedGroup(group.rank_of_run, group.members, _refuse)
         self.default_pg, self.tags_to_pg = default, {"": [group, default]}

@@ -154,7 +154,7 @@ def process_kept(device: torch.device) -> Generator[None]:
         yield
     finally:
         snapshot.put_back(device)
-        if _deterministic() != deterministic:  # avoid the setter: it imports a compiler
+        if _deterministic() != deterministic:  # the setter imports a compiler
             torch.use_deterministic_algorithms(
                 deterministic[0], warn_only=deterministic[1]
             )
@@ -384,7 +384,7 @@ class _Room:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this group is the whole world, not a part of it or a branch."""
+        """Whether this group is the whole world, not a part or a branch of the world."""
         return not self.group.members.name
 
     def compare(self, label: str, rows: list[str]) -> tuple[int, list[str]] | None:
