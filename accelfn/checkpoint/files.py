@@ -513,7 +513,10 @@ def read_tensors(
         with open_plain(path) as stream:
             size = stream.seek(0, 2)
             if size != file.size:
-                msg = f"{path} has {size} bytes, but had {file.size} when it was saved."
+                msg = (
+                    f"{path} is damaged: it has {size} bytes, but had {file.size} when it was"
+                    " saved. Load another checkpoint."
+                )
                 raise CheckpointCorruptError(msg)
             reader = _read_verified if verify else _read_some
             tensors = reader(stream, path, file, wanted, on_read)

@@ -273,7 +273,10 @@ def _check_kept(
     """
     unknown = sorted(entries.keys() - state.params.keys())
     if unknown:
-        msg = f"{folder}: the model lacks parameters of the optimizer: {list_names(unknown)}."
+        msg = (
+            f"{folder} has the optimizer state of parameters that this model lacks:"
+            f" {list_names(unknown)}. Create the state with the saved model."
+        )
         raise CheckpointError(msg)
     fresh_entries = entries_of(state.definition.optimizer, state.definition.skeleton)
     for name, entry in entries.items():

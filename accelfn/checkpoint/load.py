@@ -542,7 +542,10 @@ def convert_dtype(tensor: torch.Tensor, dtype: torch.dtype, place: str) -> torch
     )
     before, after = (x.isfinite() for x in wide)
     if (before & ~after).any():
-        msg = f"{place} was saved as {tensor.dtype}, and has values too large for {dtype}."
+        msg = (
+            f"{place} was saved as {tensor.dtype}, and has values too large for {dtype}. Create"
+            f" the state with {tensor.dtype} there."
+        )
         raise CheckpointError(msg)
     return new
 

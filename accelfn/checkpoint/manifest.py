@@ -412,7 +412,10 @@ class Manifest:
         }
         body = _lines(plain).encode().removeprefix(b"{\n")
         if len(body) > _LARGEST - 100:
-            msg = f"the manifest would have {len(body)} bytes, more than {_LARGEST}."
+            msg = (
+                f"the manifest would have {len(body)} bytes, and at most {_LARGEST} are allowed."
+                " Store long lists of plain values as tensors."
+            )
             raise CheckpointError(msg)
         try:
             _check_density(body)
@@ -508,7 +511,7 @@ class Manifest:
             return self._places[tensor]
         first = rank_file(self.firsts[self.copies[rank]]) if self.copies else file
         if first not in self.files or tensor not in self.files[first].tensors:
-            msg = f"no file has the tensor {tensor[:80]!r} that the manifest lists."
+            msg = f"no file has the tensor {tensor[:80]!r}, but the manifest lists it."
             raise CheckpointCorruptError(msg)
         return first
 

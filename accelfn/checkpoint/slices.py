@@ -158,7 +158,10 @@ def assemble(
         dest.of(result).copy_(source.of(values))
         open_ -= dest.count
     if open_:
-        msg = f"No file has {open_} of the {target.count} elements of a sharded tensor."
+        msg = (
+            f"The checkpoint is damaged: its files lack {open_} of the {target.count} elements of"
+            " a shard. Load another checkpoint."
+        )
         raise CheckpointCorruptError(msg)
     return result
 

@@ -424,7 +424,7 @@ def check_reducible(dtypes: Collection[torch.dtype], op: object) -> None:
         raise ArgumentError(msg)
     for dtype in dtypes:
         if dtype in _COMPLEX and op not in ("sum", "mean"):
-            msg = f'af.all_reduce(op={op!r}): for {dtype}, use op="sum" or op="mean".'
+            msg = f'af.all_reduce(op={op!r}): {dtype} supports only op="sum" and op="mean".'
             raise ArgumentError(msg)
         if dtype not in _REAL | _COMPLEX:
             msg = f"af.all_reduce: {dtype} cannot be reduced. Convert to another dtype first."

@@ -284,7 +284,8 @@ def pad_across(
     for leaf in leaves:
         if not is_integer(dim) or not -leaf.ndim <= dim < leaf.ndim:
             msg = (
-                f"af.pad_across(dim={dim!r}): no such dim in shape {tuple(leaf.shape)}."
+                f"af.pad_across(dim={dim!r}): a tensor of shape {tuple(leaf.shape)} does not have"
+                " this dim. Pass a dim that all tensors of the values have."
             )
             raise ArgumentError(msg)
         _check_holds(leaf.dtype, value)
@@ -318,7 +319,10 @@ def _check_holds(dtype: torch.dtype, value: Any) -> None:
             if dtype.is_floating_point or dtype.is_complex:
                 holds = holds or abs(cast("Any", value)) <= torch.finfo(dtype).max
     if not holds:
-        msg = f"af.pad_across(value={value!r}): tensors of {dtype} cannot contain this value."
+        msg = (
+            f"af.pad_across(value={value!r}): tensors of {dtype} cannot contain this value. Pass"
+            " another value, or convert the tensors first."
+        )
         raise ArgumentError(msg)
 
 

@@ -139,7 +139,7 @@ def _refuse_rerun() -> None:
             msg = (
                 "af.context_parallel: an attention layer runs under torch.utils.checkpoint,"
                 " which runs it again in the backward pass. This second run would see only the"
-                " positions of this rank. Turn it off (for a Transformers model:"
+                " positions of this rank. Turn off torch.utils.checkpoint (in a Transformers model:"
                 " model.gradient_checkpointing_disable()), and add af.checkpoint_activations()"
                 " to the setup instead."
             )

@@ -319,7 +319,7 @@ def check_definitions(state: TrainState) -> None:
 
 
 _GRADIENTS_DIFFER = (
-    "af.tensor_parallel: all ranks have the parameter {!r}, but their gradients of it differ:"
+    "af.tensor_parallel: all ranks have the parameter {!r}, but compute different gradients:"
     ' each rank uses it for its own features (between a "column" and a "row" layer) or its own'
     " positions. If this is intended, as for a norm, let accelfn sum the gradients: add"
     ' {{{!r}: "replicated"}} to the plan if ranks have their own features, or "sequence" if'

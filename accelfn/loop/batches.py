@@ -46,7 +46,10 @@ class Batches:
         start, seed = self.reading.start, self.reading.seed
         epochs = self.reading.epochs
         if epochs is None:
-            msg = "len(af.batches(state)): without until_epoch=, the batches never end. Pass it."
+            msg = (
+                "len(af.batches(state)): the batches never end. Pass af.batches(state,"
+                " until_epoch=...)."
+            )
             raise ArgumentError(msg)
         if start.epoch >= epochs:
             return 0

@@ -588,7 +588,10 @@ def check_params(
         want = (tuple(tensor.shape), tensor.dtype, tensor.device)
         have = (tuple(new.shape), new.dtype, new.device)
         if want != have:
-            msg = f"state.with_params: {name!r} is {have}, but the model has {want}."
+            msg = (
+                "state.with_params: {!r} is a tensor of shape {}, {} on {}, but in the model its"
+                " shape is {}, {} on {}.".format(name, *have, *want)
+            )
             raise StateError(msg)
     for name in aliases.keys() & params.keys():
         one, two = params[aliases[name]], params[name]

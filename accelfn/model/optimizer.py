@@ -464,8 +464,8 @@ def trained_names(
     chosen = {name for name, param in params.items() if predicate(name, param)}
     if not chosen:
         msg = (
-            f"state.with_trainable({predicate!r}): the function is true for none of the"
-            f" {len(params)} parameters ({', '.join(list(params)[:3])}, ...)."
+            f"state.with_trainable({predicate!r}): the function returned True for none of the"
+            f" parameters ({', '.join(list(params)[:3])}, ...), so nothing would be trained."
         )
         raise ModelError(msg)
     names = owned_names(optimizer, skeleton)

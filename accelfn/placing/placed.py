@@ -265,16 +265,21 @@ def _check_plan(plan: DeviceMap, units: list[list[Part]]) -> None:
         twice = sorted({name for name in plan_names if plan_names.count(name) > 1})
         msg = (
             "af.on_devices(model, plan): the plan has modules that this model does not have, or"
-            f" has them twice: {', '.join([*unknown, *twice][:10])}. Make a plan for this model:"
-            " af.plan_devices(model, budgets)."
+            f" has a module twice: {', '.join([*unknown, *twice][:10])}. Make a plan for this"
+            " model: af.plan_devices(model, budgets)."
         )
         raise ArgumentError(msg)
     name_sets = [{part.name for part in unit} for unit in units]
     for unit in plan.units:
         if {*unit.names} not in name_sets or unit.device not in plan.budgets:
+            why = (
+                f"has no budget for the device {unit.device!r} of {unit.shown}"
+                if {*unit.names} in name_sets
+                else f"places {unit.shown} as one unit, but this model has other units"
+            )
             msg = (
-                f"af.on_devices(model, plan): the plan puts {unit.shown} on {unit.device!r}, but"
-                " this is not a unit of the model, or the plan has no budget for the device."
+                f"af.on_devices(model, plan): the plan {why}. Make a plan for this model:"
+                " af.plan_devices(model, budgets)."
             )
             raise ArgumentError(msg)
 
@@ -353,8 +358,10 @@ def _fill_buffers(
         if name not in sources or sources[name].tensor.shape != buffer.shape:
             has = sources[name].tensor.shape if name in sources else None
             msg = (
-                f"{weights}: the buffer {name} needs values of shape {tuple(buffer.shape)}, but"
-                f" the files have {'none' if has is None else f'shape {tuple(has)}'}."
+                f"af.on_devices(weights={str(weights)!r}): the buffer {name} needs values of shape"
+                f" {tuple(buffer.shape)}, but the files have"
+                f" {'none' if has is None else f'shape {tuple(has)}'}. Pass the folder with this"
+                " model's weights."
             )
             raise CheckpointError(msg)
         buffer.copy_(sources[name].tensor)

@@ -690,20 +690,23 @@ class Grads:
         for name, grad in self.as_taken.items():
             param = params.get(name)
             if param is None:
-                msg = f"The gradients contain {name!r}, but no trained parameter has this name."
+                msg = (
+                    f"The gradients contain {name!r}, but the state trains no parameter of this"
+                    " name. Use the names in state.trainable."
+                )
                 raise GradsError(msg)
-            want = (tuple(param.shape), param.dtype, param.device)
+            want = (param.dtype, tuple(param.shape), param.device)
             if not isinstance(grad, torch.Tensor):
                 kind = type(grad).__name__
                 msg = f"The gradient of {name!r} has type {kind}; expected a tensor."
                 raise GradsError(msg)
             dtype = param.dtype if grad.dtype in dtypes else grad.dtype
             place = param.device if grad.device == device else grad.device
-            have = (tuple(grad.shape), dtype, place)
+            have = (dtype, tuple(grad.shape), place)
             if have != want:
                 msg = (
-                    f"The gradient of {name!r} has (shape, dtype, device) = {have}, but the"
-                    f" parameter has {want}."
+                    "The gradient of {!r} is a {} tensor of shape {} on {}, but the parameter is"
+                    " a {} tensor of shape {} on {}.".format(name, *have, *want)
                 )
                 raise GradsError(msg)
 
@@ -844,7 +847,7 @@ def _without_weight(
     if isinstance(weight, torch.Tensor):
         return {n: torch.where(weight == 0, 0, grad) for n, grad in tensors.items()}
     if weight < 0:
-        msg = f"af.Grads(weight={weight}): expected a number of samples, 0 or more."
+        msg = f"af.Grads(weight={weight}): expected a number of samples or tokens, 0 or more."
         raise GradsError(msg)
     return tensors if weight else {n: torch.zeros_like(g) for n, g in tensors.items()}
 

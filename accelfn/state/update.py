@@ -343,7 +343,10 @@ def override_hyper(
             key = where if isinstance(where, str) else where[1]
             if key not in groups[i] or key in STRUCTURE:
                 names = sorted(groups[i].keys() - STRUCTURE)
-                msg = f"hyper {key!r}: parameter group {i} has only {', '.join(names)}."
+                msg = (
+                    f"The method hyper of a transform set {key!r}, but parameter group {i} of the"
+                    f" optimizer has only {', '.join(names)}."
+                )
                 raise OptimizerError(msg)
             _check_number(key, value, groups[i][key])
             assignments[i, key] = value
@@ -364,8 +367,8 @@ def _chosen(
     if name_or_index is None or not matching:
         names = [group.get("name", i) for i, group in enumerate(groups)]
         msg = (
-            f"hyper {where!r}: expected a hyperparameter's name, or (group, name) with"
-            f" one of the parameter groups {names}."
+            f"The method hyper of a transform returned the key {where!r}; expected the name of a"
+            f" hyperparameter, or (group, name) with one of the parameter groups {names}."
         )
         raise OptimizerError(msg)
     return matching
@@ -377,6 +380,7 @@ def _check_number(key: str, value: object, base: object) -> None:
         return
     if not is_number(value) or not math.isfinite(value):
         msg = (
-            f"hyper {key!r}: a transform returned {value!r}; expected a finite number."
+            f"The method hyper of a transform returned {value!r} for {key!r}; expected a finite"
+            " number."
         )
         raise OptimizerError(msg)

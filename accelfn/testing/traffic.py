@@ -59,7 +59,7 @@ def foreseen(logs: Mapping[int, Sequence[Entry]], ranks: int) -> list[Payload]:
     """
     if len(logs) < 3:
         sizes = " and ".join(map(str, logs))
-        why = f"the program ran only on {sizes} ranks, and a prediction needs three numbers"
+        why = f"the program ran only on {sizes} ranks, and three numbers of ranks are needed"
         _refuse(ranks, why)
     _check_same_calls(logs, ranks)
     return [

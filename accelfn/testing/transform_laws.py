@@ -374,7 +374,10 @@ def _other_parts(subject: Subject, members: Sequence[Any], build: Around) -> str
     parts = simulate(1, rank)[0]
     if parts == losses:
         return None
-    return f"its fact micro_batches says {parts}, but there were {losses} passes."
+    return (
+        f"its fact micro_batches returns {parts} micro-batches, but a step called the loss"
+        f" function for {losses}. Both numbers must be equal."
+    )
 
 
 _LEAST = 4  # an epoch has three updates, so the last update is in the second epoch

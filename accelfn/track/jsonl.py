@@ -305,7 +305,8 @@ def _records(path: Path, lines: list[bytes]) -> Iterator[tuple[int, dict[str, An
         row = cast("dict[str, Any]", record)
         if row.get("accelfn", FORMAT) != FORMAT:
             msg = (
-                f"{path} has format {row['accelfn']}; this accelfn reads only {FORMAT}."
+                f"{path} has format {row['accelfn']}, but this version of accelfn reads only"
+                f" format {FORMAT}. Use the version that wrote the file."
             )
             raise TrackingError(msg)
         yield number, row

@@ -122,8 +122,8 @@ class accumulate:
         subject = f"a list of {len(parts)}" if isinstance(batch, list) else f"a {kind}"
         msg = (
             f"step(state, batch): under {self!r} a batch that is not from af.batches must be a list"
-            f" of {count or 'one or more'} micro-batches, but this batch is {subject}. To split a"
-            f" value along the rows of its tensors, write af.micro_batches(value, {count or 'k'})."
+            f" of {count or 'one or more'} micro-batches, but this batch is {subject}. To split"
+            f" it along dim 0 of its tensors, write af.micro_batches(batch, {count or 'k'})."
         )
         raise BatchError(msg)
 

@@ -473,7 +473,8 @@ class diloco:
         """Raise if options contradict each other."""
         if self.fragments > self.sync_every:
             msg = (
-                f"{self!r}: at most one fragment is exchanged per update. Use at most"
+                f"{self!r}: at most one fragment is exchanged per update, so {self.sync_every}"
+                f" updates are too few for {self.fragments} fragments. Use at most"
                 f" {self.sync_every} fragments, or a larger sync_every."
             )
             raise ArgumentError(msg)

@@ -370,7 +370,10 @@ def placement(
             msg = f"{caller}(device_map={{{prefix!r}: {device!r}}}): {error}"
             raise ArgumentError(msg) from error
         if devices[prefix].type == "meta":
-            msg = f"{caller}(device_map={{{prefix!r}: 'meta'}}): meta tensors have no values."
+            msg = (
+                f"{caller}(device_map={{{prefix!r}: 'meta'}}): tensors on the meta device have no"
+                " values. Name a real device."
+            )
             raise ArgumentError(msg)
     return Placement(device_map=devices, dtype=dtype)
 

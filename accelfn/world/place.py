@@ -259,7 +259,8 @@ def place_by_slurm(env: Environment) -> Place:
     if not agree or not 0 <= node_rank < len(per_node):
         msg = (
             f"SLURM_NTASKS={size}, SLURM_STEP_NUM_TASKS={num_tasks}, SLURM_NODEID={node_rank}"
-            f" and the tasks of each machine, {per_node}, contradict each other."
+            f" and the tasks of each machine, {per_node}, contradict each other. Start the ranks"
+            " with srun, which sets these variables."
         )
         raise WorldError(msg)
     local_rank = integer(env, "SLURM_LOCALID")
@@ -295,7 +296,10 @@ def _of_step(env: Environment, *names: str) -> str:
     for name in names:
         if name in env:
             return env[name]
-    msg = f"The environment has SLURM_PROCID but lacks {' and '.join(names)}."
+    msg = (
+        f"The environment has SLURM_PROCID but lacks {' and '.join(names)}. Start the ranks with"
+        " srun, which sets these variables."
+    )
     raise WorldError(msg)
 
 
@@ -327,7 +331,10 @@ def _first_machine(env: Environment) -> str:
 def _port_of_job(env: Environment) -> int:
     """Return a port for the SLURM step: equal on its ranks, but different for other steps."""
     if "SLURM_JOB_ID" not in env:
-        msg = "The environment has SLURM_PROCID but lacks SLURM_JOB_ID and MASTER_PORT."
+        msg = (
+            "The environment has SLURM_PROCID but lacks SLURM_JOB_ID and MASTER_PORT. Start the"
+            " ranks with srun, or set MASTER_PORT to a free port of rank 0's machine."
+        )
         raise WorldError(msg)
     step = integer(env, "SLURM_STEP_ID") if "SLURM_STEP_ID" in env else 0
     return derived_port(integer(env, "SLURM_JOB_ID") + 1009 * step)

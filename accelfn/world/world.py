@@ -92,7 +92,7 @@ class World:
             msg = f"{call}: expected a rank from 0 to {self.size - 1}."
             raise WorldError(msg)
         if self.size > 1 and self.connection.group is None:
-            msg = f"{call} needs a process group: use World.from_env()."
+            msg = f"{call} needs a process group. Use World.from_env(), or pass group=."
             raise WorldError(msg)
         if self.axes:
             sizes = arithmetic.resolve_axes("World", self.axes, self.size)
@@ -341,8 +341,8 @@ class World:
         """
         if not arithmetic.long(self.axes, tuple(self.axes)):
             msg = (
-                "World.mesh: this world has no axis with several ranks. Create the world with"
-                ' axes, such as World.from_env(axes={"dp_shard": -1}).'
+                "World.mesh: this world has no axis with several ranks. Start several ranks, and"
+                ' create the world with axes: World.from_env(axes={"dp_shard": -1}).'
             )
             raise WorldError(msg)
         return mesh_of(self.axes, self.connection, self.device)

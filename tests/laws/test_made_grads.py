@@ -89,11 +89,15 @@ def test_gradients_made_by_hand_train_as_those_of_a_loss(
 @pytest.mark.parametrize(
     ("tensors", "weight", "words"),
     [
-        ({"kernel": torch.ones(3, 1).double()}, 1, "'kernel', but no trained"),
+        (
+            {"kernel": torch.ones(3, 1).double()},
+            1,
+            "'kernel', but the state trains no parameter",
+        ),
         ({"weight": torch.ones(3).double()}, 1, r"\(3,\).*\(3, 1\)"),
         ({"weight": [1.0]}, 1, "a dict from parameter names"),
         ({}, torch.ones(2), "expected a finite number"),
-        ({}, -1, "expected a number of samples, 0 or more"),
+        ({}, -1, "expected a number of samples or tokens, 0 or more"),
     ],
     ids=["name", "shape", "list", "vector", "negative"],
 )

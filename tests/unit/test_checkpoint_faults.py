@@ -222,7 +222,7 @@ def test_c6_every_truncation_of_a_file_of_tensors(saved, verify):
     whole = path.read_bytes()
     for length in lengths(whole):
         path.write_bytes(whole[:length])
-        words = rf"{path} has {length} bytes, but had {len(whole)} when"
+        words = rf"{path} is damaged: it has {length} bytes, but had {len(whole)} when"
         with pytest.raises(af.errors.CheckpointCorruptError, match=words):
             af.load(state, saved, verify=verify)
 
@@ -1179,7 +1179,7 @@ def test_c20_a_manifest_of_many_bytes(saved):
     with (saved / MANIFEST).open("r+b") as file:
         file.truncate(2**40)
     with pytest.raises(
-        af.errors.CheckpointCorruptError, match=rf"{2**40} bytes, but .* at most"
+        af.errors.CheckpointCorruptError, match=rf"{2**40} bytes, and .* more than"
     ):
         af.load(fresh(), saved)
 

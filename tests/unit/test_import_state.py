@@ -169,9 +169,9 @@ def test_an_optimizer_s_own_names_count(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (named(*NAMES[:3]), "groups of sizes [4], but [3] parameter names"),
-        (named(*NAMES, "more"), "groups of sizes [4], but [5] parameter names"),
-        (named(*NAMES[:3], "other"), "parameters of the optimizer: other."),
+        (named(*NAMES[:3]), "groups have [4] parameters, but [3] parameter names"),
+        (named(*NAMES, "more"), "groups have [4] parameters, but [5] parameter names"),
+        (named(*NAMES[:3], "other"), "parameters that this model lacks: other."),
         (lambda held: held["param_groups"][0]["params"].pop(), "of sizes [3], but"),
         (lambda held: held.pop("state"), "is not the state_dict() of an optimizer"),
         (lambda held: held.update(param_groups=3), "is not the state_dict() of an"),
@@ -286,7 +286,7 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
     accelerate(tmp_path, model, optimizer)
     for strict in (True, False):
         said = refused(tmp_path, strict=strict)
-        assert "the optimizer: other.first.bias, other.first.weight" in said
+        assert "model lacks: other.first.bias, other.first.weight" in said
 
 
 def test_names_and_shapes_that_differ_are_told(tmp_path):

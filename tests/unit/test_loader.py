@@ -408,7 +408,7 @@ def test_a_loader_that_is_split_is_told(size, parts):
         assert set(simulate(size, lambda world: create(world, loader)).results) == {4}
         return
     words = (
-        rf"4, is(.|\n)*{size} ranks and {parts} micro(.|\n)*num_micro_batches={parts}\)"
+        rf"4, as(.|\n)*{size} ranks and {parts} micro(.|\n)*num_micro_batches={parts}\)"
     )
     with pytest.warns(af.errors.AccelfnWarning, match=words) as told:
         assert set(simulate(size, lambda world: create(world, loader)).results) == {4}

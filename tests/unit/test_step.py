@@ -170,7 +170,7 @@ def test_hyper_of_nothing(where):
     state = make().with_setup(Sets(where))
     before = values(state)
     with pytest.raises(
-        af.errors.OptimizerError, match=rf"hyper {re.escape(repr(where))}:"
+        af.errors.OptimizerError, match=rf"hyper .*{re.escape(repr(where))}"
     ):
         STEP(state, X)
     assert before == values(state)
