@@ -150,7 +150,8 @@ def all_reduce(
     Law: a mean is exact also for large numbers. With numbers of samples as weights, it is the
     mean over all samples. Other results are equal to torch's all-reduce.
 
-    Cost: one all-reduce per dtype. With a weight, one per buffer, and memory for one buffer.
+    Cost: one all-reduce per dtype. With a weight, one all-reduce per buffer, and memory for one
+    buffer.
 
     Raises:
         ArgumentError: `op` is unknown or not possible for complex numbers, a leaf is not a
@@ -350,7 +351,7 @@ def all_ranks(flag: object, world: World, *, label: str = "all_ranks") -> bool:
 def _truth(flag: object, label: str) -> bool:
     try:
         return bool(flag)
-    except (RuntimeError, ValueError, TypeError) as error:  # torch, numpy, anything
+    except (RuntimeError, ValueError, TypeError) as error:  # of any class
         msg = f"{label}: expected True or False, but bool(flag) fails: {error}"
         raise ArgumentError(msg) from error
 

@@ -280,7 +280,7 @@ class WholeDraws(TorchDispatchMode):
 
 
 def _is_split(tensor: Any) -> bool:
-    """Return whether a value is a DTensor, but not one of partial sums."""
+    """Return whether a value is a DTensor, but not a DTensor of partial sums."""
     placements = tensor.placements if tree.is_shard(tensor) else ()
     return bool(placements) and not any(
         placement.is_partial() for placement in placements

@@ -204,7 +204,7 @@ ATTRIBUTES = ("tells", "refuses", "needs", "without", "gives_up")
 
 
 def facts_of(transform: Any) -> dict[str, Any]:
-    """Return a transform's facts: those in `tells`, and those derived from other attributes."""
+    """Return a transform's facts: the entries of `tells`, and facts from other attributes."""
     facts = {fact: v for fact, v in told_by(transform, "tells").items() if v}
     stays = has_field(transform, "reduce") and transform.reduce is None
     if stays:
@@ -619,7 +619,7 @@ def _with_name(
 ) -> "list[attrs.Attribute[Any]]":
     """Make all options but the first keyword-only, and append the option `name`.
 
-    The annotations of the class are not changed: adding an annotation would evaluate all of them.
+    The annotations of the class are not changed: adding one would evaluate all.
     """
     options = [_by_value(field) for field in fields if field.name != "name"]
     default: Any = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()

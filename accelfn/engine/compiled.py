@@ -140,7 +140,7 @@ class Compiled:
             return self(*args)
 
     def _note(self) -> None:
-        """Count a compilation, and warn if it was not the first one."""
+        """Count a compilation, and warn if it was not the first compilation."""
         self.num_compiled += 1
         now = self._compiler.num_passes
         self._first_pass = self._first_pass or now
@@ -304,7 +304,7 @@ class TwoGraphs:
     """Compiles losses to a forward and a backward graph, for a runner that calls them.
 
     A loss that itself computes gradients can only be compiled as one graph. Then all gradients
-    are complete before the first one is reduced.
+    are complete before the first gradient is reduced.
     """
 
     def __init__(self, compiler: Compiler, *, one_graph: bool) -> None:
@@ -385,8 +385,8 @@ class _WithGrads(torch.autograd.Function):
 def compile_regions(regions: Iterable[nn.Module], compiler: Compiler) -> None:
     """Compile the forward of modules, once per class.
 
-    Only the forward itself is compiled. The hooks around it run outside: torch's FSDP uses them
-    to gather a unit.
+    Only the forward itself is compiled. The hooks around it run outside of the graph: torch's
+    FSDP uses hooks to gather a unit.
     """
     by_class: dict[tuple[type, bool], Compiled] = {}
     for region in regions:

@@ -459,7 +459,8 @@ class DDPRunner:
             with NOTHING if self._sync else self._ddp.no_sync():
                 run_backward((scalar, root), seeds)
             self._step_reduced(wait=True)
-        # all parameters must be used in the last micro-batch, even if earlier ones used them
+        # all parameters must be used in the last micro-batch, even if earlier micro-batches used
+        # all of them
         missing = self._ddp.params_missing() if self._sync else []
         if missing:
             reject_unused((self._names[id(p)] for p in missing), are_held=False)

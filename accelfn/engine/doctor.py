@@ -102,8 +102,8 @@ class Doctor:
         Cost: one sum of these gradients over the ranks, once per engine.
 
         Raises:
-            LossError: ranks have different gradients, because each used only its own features
-            or positions.
+            LossError: ranks have different gradients, because each rank used only its own
+            features or positions.
         """
         ranks = self._layer_ranks
         if ranks is None:
@@ -302,7 +302,7 @@ def check_definitions(state: TrainState) -> None:
     Data must be equal if ranks share them (`shard_data`). Otherwise each rank may have its own
     data.
 
-    Cost: a small all-reduce, once per state, and another one for data (see `check_same_data`).
+    Cost: a small all-reduce, once per state, and another all-reduce for data (`check_same_data`).
 
     Raises:
         ReplicaMismatchError: names the first difference, with one row per rank.
@@ -397,13 +397,13 @@ class Counters:
     """
 
     def __init__(self, owners: list[tuple[str, object]], advice: str) -> None:
-        """Initialize with the objects by name, and the text of the warning."""
+        """Initialize with pairs (name, object), and the text of the warning."""
         self._owners, self._advice = owners, advice
         self._seen = list[_Numbers]()
 
     @classmethod
     def of(cls, owners: Iterable[tuple[str, object]], advice: str) -> "Counters | None":
-        """Return a check of these objects by name, or None if all of them are torch's own."""
+        """Return a check of these (name, object) pairs; None if all objects are torch's own."""
         user_objects = [
             (path or type(owner).__name__, owner)
             for path, owner in owners
@@ -636,7 +636,7 @@ def reject_device_mismatch(
     raise BatchError(msg) from error
 
 
-# Compare a loss with itself on one sample, before training.
+# Helpers to compare two ways to compute a loss (split and whole) on one sample.
 
 
 class Coarsest(TorchFunctionMode):

@@ -2,7 +2,7 @@
 """The engine runs losses and optimizer steps. All side effects of training are here.
 
 An engine binds a state's tensors to a module and an optimizer, and runs backward passes and
-updates on them. It is a cache: it can be dropped and rebuilt at any time, and its results
+updates on them. An engine is a cache: it can be dropped and rebuilt at any time, and its results
 depend only on the state.
 
 In the steady loop, each state is the result of the last update, and its tensors are bound
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 # A forward pass uses copies of the buffers. The state's buffers are written only when the
 # update is applied. Large buffers (masks, tables) are copied too, twice per update. Only a
 # comparison of values shows whether a pass changed them, because neither BatchNorm nor a write
-# to `.data` increments the version. Comparing two tensors takes as long as copying one (64 MiB
+# to `.data` increments the version. Comparing two tensors takes as long as a copy (64 MiB
 # on a CPU: 10 ms if bits are compared, 40 ms if numbers are).
 
 
@@ -305,7 +305,7 @@ class Engine:
             if compression is not None:
                 slot = state.slots.get(compression.name)
                 compression.begin(slot, state.seed, loss_scale)
-            if self._seed != state.seed:  # the random key of this rank's losses
+            if self._seed != state.seed:  # compute the key of random numbers again
                 loss, name = state.definition.world.loss, state.definition.name
                 self._key = draws.key(state.seed, name, "loss", loss.rank)
                 self._seed = state.seed
@@ -507,8 +507,8 @@ class Engine:
     def _collect_gradients(self, *, is_reduced: bool) -> Mapping[str, torch.Tensor]:
         """Return the gradients of the backward pass.
 
-        If a holder hides the gradients, return its placeholder. If parameters were already
-        stepped, return nothing.
+        If a holder (DeepSpeed) hides the gradients, return its placeholder. If parameters were
+        already stepped, return an empty dict.
         """
         live, holder = self.live_update, self._holder
         stepped_params = {} if live is None else live.stepped_params()
@@ -611,7 +611,8 @@ def build_engine(
 ) -> Engine:
     """Return an engine over a binding of the state's tensors.
 
-    `innermost` makes the runner. `optimizer` is the state's optimizer by default.
+    `innermost` is the function that creates the runner. The default of `optimizer` is the
+    state's optimizer.
     """
     definition, live = state.definition, None
     if optimizer is None:

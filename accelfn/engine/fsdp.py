@@ -793,7 +793,7 @@ class FSDPRunner:
                 self._used |= {name for name, is_used in used.items() if is_used}
                 misses = self._ends and not self.expects_unused
                 unused = [name for name in used if misses and name not in self._used]
-                if any(order.end(len(unused))):  # true on some rank: all ranks raise
+                if any(order.end(len(unused))):  # unused on any rank: all raise
                     told = "\n".join(unused)
                     texts = gather_text(told, self._ranks, label="unused parameters")
                     names = filter(None, "\n".join(texts).split("\n"))

@@ -278,7 +278,7 @@ class SyncedNorm:
         )
         if inputs.is_cpu and count == 1:
             size = inputs.size()
-            msg = (  # torch's message for such a batch
+            msg = (  # the same message as in torch
                 "Expected more than 1 value per channel when training, got input size"
                 f" {size}, and no value from other ranks in {self.label!r}"
             )

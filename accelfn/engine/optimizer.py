@@ -670,7 +670,7 @@ def try_optimizer(
     Args:
         state: the state, which does not change.
         optimizer: a prototype of the optimizer.
-        alone: whether parameters are updated one by one, the last one first.
+        alone: whether parameters are updated one by one, in reverse order.
         part: a dim and a slice: the optimizer gets this slice of each parameter and its
         gradients.
     """

@@ -87,7 +87,7 @@ class ParamBinding(Protocol):
         ...
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
-        """Return the gradients of the last backward pass by name; `.grad` is not cleared."""
+        """Return the last pass's gradients by parameter name; `.grad` is not cleared."""
         ...
 
     def put_gradients(self, grads: Grads) -> None:
@@ -134,7 +134,7 @@ class ReplicaBinding:
         return first.grad is not None or last.grad is not None
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
-        """Return the gradients of the parameters that have one, by name."""
+        """Return the gradients that exist, by parameter name."""
         gradients: dict[str, torch.Tensor] = {}
         for name, param in self._pairs:
             if param.grad is not None:
@@ -166,7 +166,7 @@ class LayerBinding(ReplicaBinding):
         """Build a module around this rank's shards."""
         super().__init__(state)
 
-        assert state.definition.layout is not None  # noqa: S101 - of `binding_of`
+        assert state.definition.layout is not None  # noqa: S101 - see `binding_of`
         self._layout = state.definition.layout
         self.opt_state_view = self._parts = ShardedParams(
             self._layout.cuts, self.params, state.params
@@ -178,7 +178,7 @@ class LayerBinding(ReplicaBinding):
         self._parts.state = params
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
-        """Return the gradients by name, in the layout of their parameters."""
+        """Return the gradients by parameter name, in the layout of the parameters."""
         gradients = super().take_gradients()
         return {n: self._layout.laid(n, grad) for n, grad in gradients.items()}
 
@@ -220,7 +220,7 @@ def lend_module(
     buffers: Mapping[str, torch.Tensor],
 ) -> Callable[..., Any]:
     """Return a callable that runs `fn(model, ...)` in evaluation mode on these tensors."""
-    from accelfn.engine.vocabulary import gather_scores  # noqa: PLC0415 - of split layers
+    from accelfn.engine.vocabulary import gather_scores  # noqa: PLC0415 - for split layers
 
     model = build_module(definition, params, buffers).eval()
 
@@ -330,7 +330,7 @@ class Samples:
     origin: LossFunction | None = None
 
     def counts(self) -> Sequence[int | None]:
-        """Return each rank's number of samples (None: unknown); empty for plain values."""
+        """Return each rank's number of samples (None: unknown); empty without an `af.Batch`."""
         batch = self.batch
         shares = () if batch is None or batch.shares is None else batch.shares()
         return [share[cast("Batch", batch).part] for share in shares]
@@ -714,7 +714,7 @@ class CallOrder:
         """End the pass on all ranks; return the number `note` that each rank passed."""
         rows = self._reach(_END, note, "ends its pass")
         del self._plan[self._at :]
-        if all(idle for _, idle, _ in rows):  # otherwise one rank needed the whole plan
+        if all(idle for _, idle, _ in rows):  # else a rank needed every call
             flags = [i in self.needed for i in range(self._at)]
             uses = torch.tensor(flags, dtype=torch.int64, device=self._device)
             sum_(uses, self._ranks, label=_LABEL)

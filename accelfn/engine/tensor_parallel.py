@@ -154,7 +154,7 @@ class Layers:
         is_whole: whether each rank currently computes with whole layers, for a comparison.
         is_checked: whether the loss was compared.
         open: the column layer of a region that no row layer has ended yet.
-        split: the layer after which sequences are split, until a head gathers them.
+        split: the layer that begins split sequences; an output head gathers the sequences.
     """
 
     def __init__(self, ranks: World, *, sequence: bool) -> None:
@@ -314,7 +314,7 @@ def own_cut(param: torch.Tensor) -> int | None:
 class _Linear(Parallel, nn.Linear):
     """A linear layer that is split by output features, or by the `cuts` of its class."""
 
-    cuts = {"weight": 0, "bias": 0}  # noqa: RUF012 - of all
+    cuts = {"weight": 0, "bias": 0}  # noqa: RUF012 - all instances share it
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
         """Compute this rank's features and pass them to `give`, unless layers are whole."""
@@ -363,7 +363,7 @@ class VocabularyLinear(_Linear):
 class RowLinear(_Linear):
     """A linear layer that is split by input features, and sums its output over the ranks."""
 
-    cuts = {"weight": 1}  # noqa: RUF012 - of all
+    cuts = {"weight": 1}  # noqa: RUF012 - all instances share it
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
         """Return the sum over the ranks, plus the bias."""
@@ -381,7 +381,7 @@ class RowLinear(_Linear):
 class VocabularyEmbedding(Parallel, nn.Embedding):
     """An embedding that is split by words of the vocabulary."""
 
-    cuts = {"weight": 0}  # noqa: RUF012 - of all
+    cuts = {"weight": 0}  # noqa: RUF012 - all instances share it
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
         """Return the vectors of all words, summed over ranks; each word is on one rank."""

@@ -97,7 +97,7 @@ class Update:
 
     @property
     def num_tried(self) -> int:
-        """The number of updates before this one, skipped updates included."""
+        """The number of updates before this update, including skipped updates."""
         return self.state.num_tried
 
     @property
@@ -270,7 +270,7 @@ def plan_hyper(update: Update) -> tuple[Assignments, Update]:
 def _plan(update: Update) -> tuple[Assignments, bool, Update]:
     """Return the hyperparameters, and whether the schedule has ended with learning rate 0.
 
-    A later setting replaces an earlier one. If a transform sets learning rates, the schedule
+    A later setting replaces an earlier setting. If a transform sets learning rates, the schedule
     does not count as ended.
     """
     state = update.state

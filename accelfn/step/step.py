@@ -676,8 +676,8 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
     Use `sync_grads` in custom steps whose gradients were computed with `sync=False`, or without
     `wrap_ddp`.
 
-    Cost: one all-reduce of all gradients, flattened, and one of their weight. At the first call
-    ranks also compare their setups, and at update 0 their parameters.
+    Cost: one all-reduce of all gradients, flattened, and one all-reduce of their weight. At the
+    first call ranks also compare their setups, and at update 0 their parameters.
 
     Law: the result equals that of `wrap_ddp`.
 
@@ -712,7 +712,7 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
             ' compute the last micro-batch with sync=True, or use keep_grads="whole".'
         )
         raise GradsError(msg)
-    if grads.taken.trained is None:  # created by a user
+    if grads.taken.trained is None:  # a user created `grads`
         grads.check_fit({name: state.params[name] for name in names})
     compare_ranks(state)
     info = grads.taken

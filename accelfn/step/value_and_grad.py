@@ -178,9 +178,9 @@ def value_and_grad(
     """Create a function that computes a loss's metrics and gradients, and changes no state.
 
     Call it as `compute(state, batch, *extras)`, and pass the gradients to `apply_grads`. With
-    `into=grads` it adds to earlier gradients, and takes ownership of them. With `sync=False`
-    gradients are not reduced over ranks, so that several backward passes need only one
-    reduction.
+    `into=grads` the call adds to earlier gradients, and takes ownership of these gradients.
+    With `sync=False` gradients are not reduced over ranks, so that several backward passes need
+    only one reduction.
 
     `count` is a function that gets a batch's value and returns a number, or a dict of
     numbers by name. The numbers are summed over all micro-batches and ranks before the first
@@ -340,7 +340,7 @@ def takes_weight(loss_fn: LossFunction) -> bool:
         return False
     try:
         parameter = signature(loss_fn).parameters.get(_WEIGHT)
-    except (TypeError, ValueError):  # written in C
+    except (TypeError, ValueError):  # `loss_fn` is written in C
         return False
     return parameter is not None and parameter.kind is parameter.KEYWORD_ONLY
 
@@ -371,7 +371,7 @@ def _innermost(
     is_scaled = "loss_scale" in setup.facts
     if into is not None:
         check_update(state, into)
-        if is_scaled and into.taken.trained is None:  # created by a user
+        if is_scaled and into.taken.trained is None:  # a user created `into`
             info = attrs.evolve(into.taken, loss_scale=_loss_scale(state))
             into = attrs.evolve(into, taken=info)
         if into.reduced and world.loss.size > 1 and definition.copy.size > 1:
@@ -527,7 +527,8 @@ def check_update(state: TrainState, grads: Grads) -> None:
 
     Raises:
         GradsError: the gradients belong to another update, or were used before.
-        BatchError: a user created them from a batch that does not start at the state's cursor.
+        BatchError: a user created the gradients from a batch that does not start at the state's
+        cursor.
     """
     if not isinstance(grads, Grads):
         msg = f"Expected the Grads that af.value_and_grad returned, got {type(grads).__name__}."

@@ -147,7 +147,7 @@ class reduce_lr_on_plateau:
         now = float(rate)
         for _ in range(times):
             lower = max(now * self.factor, floor)
-            if not now - lower > self.eps:  # no later reduction is larger
+            if not now - lower > self.eps:  # later reductions are not larger
                 break
             is_tensor = isinstance(rate, torch.Tensor)
             now = torch.tensor(lower, dtype=rate.dtype).item() if is_tensor else lower
