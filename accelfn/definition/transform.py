@@ -122,7 +122,7 @@ def check_fields(cls: type) -> None:
 def has_field(value: object, field: str) -> bool:
     """Return whether a transform has the method `field`.
 
-    A transform lists methods that its options disable in its attribute `without`.
+    The attribute `without` of a transform lists the methods that its options disable.
     """
     if not hasattr(type(value), field):
         return False

@@ -97,7 +97,7 @@ class Compiled:
         self.num_compiled = 0
 
     def __call__(self, *args: Any) -> Any:
-        """Call the function. torch compiles it if it is new or if a guard failed."""
+        """Call the function. torch compiles the function if it is new or a guard failed."""
         before = self._stats["unique_graphs"]
         try:
             result = self._first(*args) if self._is_first else self._fn(*args)

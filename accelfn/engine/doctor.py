@@ -176,7 +176,7 @@ def _advise_row_count(samples: Samples) -> None:
 
 
 def _advise_token_weights(batch: Any) -> None:
-    """Warn if labels are ignored in a Transformers model's own mean over tokens."""
+    """Warn if some labels are ignored, and a Transformers model itself computes the mean."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if isinstance(labels, torch.Tensor) and bool((labels == _IGNORED).any()):
         advise(_advice_of("transformers-loss"))

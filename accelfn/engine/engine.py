@@ -419,7 +419,7 @@ class Engine:
         return self._end_update(grads, self.live_update.end())
 
     def can_skip(self, grads: Grads) -> bool:
-        """Return whether the device can skip the update and its buffer writes by a flag."""
+        """Return whether a flag on the device can skip the update and its buffer writes."""
         return self._optimizer.skips and self._buffers.keep_shapes(grads.buffers)
 
     def update(
@@ -561,7 +561,7 @@ class Engine:
         self.discard()
 
     def _abandon(self, state: TrainState) -> None:
-        """Clean up after a pass that raised; a DDP reducer cannot be used any more then."""
+        """Clean up after a pass that raised. A DDP reducer cannot be used after that."""
         self.discard()
         self._buffers.abandon()
         if self.live_update is not None:

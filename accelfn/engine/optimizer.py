@@ -481,7 +481,7 @@ class LiveOptimizer:
         self._assigned = rest
 
     def _note_changes(self) -> bool:
-        """Record the numbers that a step changed in parameter groups; return if there are any."""
+        """Record numbers that a step changed in parameter groups; return whether any changed."""
         has_changed = False
         for i, group in enumerate(self._torch.param_groups):
             numbers = self._expected[i]
@@ -788,7 +788,7 @@ class LiveUpdate:
         self._done: list[str] = []
 
     def hook(self) -> None:
-        """Step each parameter when the backward pass has completed its gradient."""
+        """Register hooks that step each parameter as soon as its gradient is complete."""
         for param in self._named.values():
             param.register_post_accumulate_grad_hook(self.take)
 

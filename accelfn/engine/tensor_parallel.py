@@ -576,7 +576,7 @@ def _word_of_torch(name: object, style: Any) -> str:
 
 
 def word_of(plan: Mapping[str, str], name: str) -> str | None:
-    """Return the word of the first pattern that matches a module's name, or None."""
+    """Return the plan's word, such as "row", for a module's name; None without a match."""
     for pattern, word in plan.items():
         if _matches(pattern, name):
             return word
@@ -613,7 +613,7 @@ def cut_of(plan: Mapping[str, str], param: str, meta: torch.Tensor) -> int | Non
 
 
 def split(plan: Mapping[str, str], module: nn.Module, layers: Layers) -> None:
-    """Turn the layers in a plan, whose parameters are shards already, into split layers."""
+    """Turn the layers in a plan into split layers. Their parameters are shards already."""
     for name, layer in module.named_modules():
         if isinstance(layer, SelfSplittingLayer):
             layer.split(layers, name)
@@ -747,7 +747,7 @@ def _layer_problems(
 def _inner_problems(
     name: str, module: nn.Module, word: str, plan: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield a message for each inner module whose gradients would be summed twice."""
+    """Yield a message for each module inside `module` whose gradients would be summed twice."""
     for inner, part in module.named_modules(prefix=name):
         role = word_of(plan, inner)
         if inner == name or (role is None and not isinstance(part, SelfSplittingLayer)):

@@ -243,7 +243,7 @@ class Metrics(Mapping[str, torch.Tensor]):
         return iter(self._sums)
 
     def __len__(self) -> int:
-        """Return how many names there are."""
+        """Return the number of metrics."""
         return len(self._sums)
 
     if not TYPE_CHECKING:  # a type checker would then accept every attribute

@@ -458,7 +458,7 @@ class TrainState:
 
     @property
     def skips(self) -> Skips | None:
-        """The count of skipped updates on a device, or None."""
+        """The count of skipped updates, if the count is on a device; otherwise None."""
         return self._step if isinstance(self._step, Skips) else None
 
     @property

@@ -335,7 +335,7 @@ def weight_as_extra(loss_fn: LossFunction) -> LossFunction:
 
 
 def takes_weight(loss_fn: LossFunction) -> bool:
-    """Return whether a function declares `sample_weight`, and no partial has set it."""
+    """Return whether a function declares `sample_weight`, which no `partial` has set."""
     if isinstance(loss_fn, partial) and _WEIGHT in loss_fn.keywords:
         return False
     try:

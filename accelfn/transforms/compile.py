@@ -119,7 +119,7 @@ class compile:  # noqa: A001 - what torch calls it
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """Tell how the loss is compiled, and whether to one graph."""
+        """Tell other transforms how the loss is compiled, and whether as one graph."""
         one_graph = self.fullgraph and self.regions is None
         return {"compiles": self._compile_runner, "one_graph": one_graph}
 

@@ -119,7 +119,7 @@ class wrap_ddp:
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """Tell the properties of the buckets, and whether unused parameters are allowed."""
+        """Tell other transforms about the buckets, and whether parameters may be unused."""
         cap, flags = self.bucket_cap_mb, ("find_unused_parameters", "static_graph")
         return {
             "buckets": True,
@@ -255,7 +255,7 @@ class compress_grads:
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """Tell how buckets are reduced, and which slot entries differ by rank."""
+        """Tell other transforms how buckets are reduced, and which slot entries differ by rank."""
         return {
             "draws_nothing": True,
             "compression": self._compression,
@@ -596,7 +596,7 @@ class wrap_fsdp:
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """Tell whether parameters may be unused, are offloaded, and have whole gradients."""
+        """Tell others whether parameters may be unused, are offloaded, have whole gradients."""
         flag = "find_unused_parameters=True" if self.find_unused_parameters else None
         return {
             "draws_nothing": True,

@@ -487,7 +487,7 @@ class diloco:
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """Tell which slot entries differ by rank, and when an exchange is still due."""
+        """Tell others which slot entries differ by rank, and when an exchange is still due."""
         keys = ("weights",) if self.bits == 32 else ("weights", "error", "flights")
         return {"draws_nothing": True, "by_rank": keys, "owes": self._owes}
 

@@ -118,7 +118,7 @@ class local_sgd:
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """Tell which slot entries differ by rank, and when ranks must still be averaged."""
+        """Tell others which slot entries differ by rank, and when an average is still due."""
         keys = ("weight", "near") if self.neighbours else ("weight",)
         return {"draws_nothing": True, "by_rank": keys, "owes": _owes}
 

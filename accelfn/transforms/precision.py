@@ -129,7 +129,7 @@ class autocast:
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """Tell the compute dtype, and how updates are skipped."""
+        """Tell other transforms the compute dtype, and how updates are skipped."""
         scales = self.precision == "fp16"
         return {
             "computes_in": _DTYPES[self.precision],

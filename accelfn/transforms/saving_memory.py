@@ -101,7 +101,7 @@ def _run_with_buffers(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a forward the first or second time; both times it sees the same buffers."""
+    """Run a module's forward, or its recomputation; both see the same buffers."""
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     is_first = not runs

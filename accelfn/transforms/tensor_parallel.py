@@ -145,7 +145,7 @@ class tensor_parallel:
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """Tell which function splits the layers."""
+        """Tell other transforms which function splits the layers."""
         return {"draws_nothing": True, "splits_layers": self._split}
 
     def layout(
