@@ -542,7 +542,7 @@ def num_rows(tree: Any) -> int:
 
 
 def _parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    # the same as `local`, but inlined, because a step has many tensors
+    # inlined code of `local`, for speed, because a step has many tensors
     parts: list[torch.Tensor] = []
     for tensor in tensors:
         is_plain = type(tensor) is torch.Tensor

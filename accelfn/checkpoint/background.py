@@ -314,7 +314,8 @@ class PendingSave:
         if writing is None or world is None:
             return None
         step = writing.save.step
-        # wait until all ranks have started the save: simulated ranks run one at a time
+        # all ranks must have started the save before a rank waits in `join`, because simulated
+        # ranks run one at a time
         gather_text("", world, label=f"store: wait for step {step}")
         error = writing.join()
         if isinstance(error, PeerFailedError):

@@ -247,7 +247,7 @@ def source_of(
 def unmerged_source(
     state: TrainState, manifest: Manifest, folder: Path | str, *, verify: bool = True
 ) -> Source:
-    """Return this rank's source, before any transform merges slots; this reads no file."""
+    """Return this rank's source, before slots of saved ranks are merged; this reads no file."""
     world = state.world
     source = Source(
         folder=folder,
@@ -274,6 +274,8 @@ def is_compatible(state: TrainState, source: Source) -> bool:
 
 def with_merged_slots(state: TrainState, source: Source) -> Source:
     """Add merged slots and means to a source, unless each rank continues as one saved rank.
+
+    A merged slot is one slot for all ranks, which a transform made from the saved ranks' slots.
 
     Raises:
         CheckpointError: the number of ranks changed, and values that differ between the saved
@@ -389,7 +391,7 @@ def _call_merge(
 def _merge_by_average(state: TrainState, source: Source) -> Source:
     """Add the weights of the mean over ranks, and the merged slot, to a source.
 
-    The transform that merges the slots determines the weights.
+    The weights are those that the transform's method `merge` returns with the merged slot.
     """
     manifest = source.manifest
     merging = _merging(state, manifest)

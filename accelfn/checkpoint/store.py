@@ -464,8 +464,9 @@ class CheckpointStore:
             if self.async_:
                 patience = state.world.connection.timeout(state.world.device)
                 pending.writing = Writing(job, write, patience=patience)
-                # start after the assignment: an interrupt in between would let the next save
-                # overwrite buffers that are being written
+                # start only after the assignment of `pending.writing`. Otherwise, after an
+                # interrupt in between, the next save would overwrite buffers that are being
+                # written
                 pending.writing.start()
             else:
                 write(exchange)

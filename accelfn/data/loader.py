@@ -112,7 +112,7 @@ def _refuse_own_iteration(loader: Any) -> None:
 
 
 def _convert_lone(convert: Any, samples: list[Any]) -> Any:
-    """Return the batch in a list of one batch, converted by the loader's `collate_fn`."""
+    """Return the only item of a list, converted by the loader's `collate_fn`."""
     (sample,) = samples
     return convert(sample)
 

@@ -208,7 +208,8 @@ def _wrap_gather(gather: Any, course: ModuleOrder, name: str) -> Any:
 
 # `reduce_by_gloo`: with Gloo, reduce gradients only to the ranks that own their shards.
 #
-# DeepSpeed's stages 1 and 2 all-reduce a bucket, although each rank keeps only its shards.
+# Without this, DeepSpeed's stages 1 and 2 all-reduce each bucket, although each rank keeps only
+# its own shards.
 
 
 def reduce_by_gloo(zero: Any, ranks: World) -> None:

@@ -369,7 +369,8 @@ class Agent(LocalElasticAgent):
         """Look for ended processes; return the watch if torch's agent should also look."""
         watch = self._watching()
         may_end = watch.may_end()
-        # after the watch, which must see a killed process before the crew removes it
+        # call the crew after the watch: the watch must see a killed process before the crew
+        # removes it
         if self._crew is not None:
             self._crew.look()
         return watch if may_end and self._watching() is watch else None

@@ -122,7 +122,8 @@ class Ahead:
             return
         module: Any = torch.get_device_module(self.device)
         self._sent = some
-        # allocate on the computing stream, because this stream uses and frees the memory
+        # allocate on the computing stream, because modules on that stream use and free the
+        # memory
         targets = [torch.empty_like(g.home, device=self.device) for g in some]
         self.side.wait_stream(module.current_stream(self.device))
         with module.stream(self.side):

@@ -19,7 +19,7 @@ from accelfn.schedules.factors import linear as linear
 from accelfn.schedules.factors import one_cycle as one_cycle
 from accelfn.schedules.factors import warmup_cosine as warmup_cosine
 
-if not _typing.TYPE_CHECKING:  # because a type checker would then accept every name
+if not _typing.TYPE_CHECKING:  # so that type checkers report unknown names
 
     def __getattr__(name: str) -> object:
         """Raise an error that names the accelfn name for a known name of other libraries."""

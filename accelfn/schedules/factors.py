@@ -504,7 +504,7 @@ def _check_pure(factor: Schedule) -> None:
     """
     try:
         first, _, again = (factor(update) for update in (0, 1, 0))
-    except Exception:  # noqa: BLE001 - the step raises it
+    except Exception:  # noqa: BLE001 - the step raises this error
         return
     numbers = isinstance(first, (int, float)) and isinstance(again, (int, float))
     if numbers and repr(first) != repr(again):
@@ -578,7 +578,7 @@ def _factors(schedule: Schedule) -> Iterator[float]:
     for update in (*range(100), *sorted(far)):
         try:
             factor = schedule(update)
-        except Exception:  # noqa: BLE001 - the step raises it
+        except Exception:  # noqa: BLE001 - the step raises this error
             return
         if isinstance(factor, (int, float)):
             yield float(factor)
@@ -588,6 +588,6 @@ def _is_zero(rates: Rates, update: int) -> bool:
     """Return whether all learning rates are 0 at an update, or the schedule has ended."""
     try:
         values = rates(update)
-    except Exception:  # noqa: BLE001 - the schedule has ended
+    except Exception:  # noqa: BLE001 - after its end, a schedule may raise
         return True
     return not any(value for (_, key), value in values.items() if key == "lr")

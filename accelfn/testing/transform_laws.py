@@ -66,7 +66,7 @@ from accelfn.testing.step_laws import split_law
 
 # pyright: reportPrivateUsage=false
 
-# The first update when each method acts. Before a method acts, no law can test it.
+# The first update when each method acts. Laws can test a method only after this update.
 
 
 Acted: TypeAlias = dict[str, set[int]]
@@ -105,7 +105,7 @@ def observe_acts(subject: Subject, start: Callable[[World, Any], Any]) -> Acted:
         return with_methods(watcher, {"__getattribute__": get})
 
     def rank(world: World) -> None:
-        # record all collectives, not only the latest
+        # a record of all collectives; by default, the record keeps only the latest 20
         world.connection.activity.trail = deque()
         state = start(world, watch)
         update[world.rank] = 1

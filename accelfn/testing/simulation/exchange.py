@@ -568,7 +568,7 @@ class Exchange:
         if not isinstance(unwind, Crashed) or unwind.returns is None:
             return False
         regroup.expect(rank, unwind.returns)
-        with suppress(Exception):  # the other ranks have raised the world's error
+        with suppress(Exception):  # the other ranks raise the world's error
             self.let_others(rank, lambda: regroup.may_return(rank))
             if regroup.returns(rank):
                 del self._gone[rank]

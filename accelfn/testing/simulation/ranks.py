@@ -423,7 +423,7 @@ def _let_go(error: BaseException | None) -> None:
     if isinstance(error, Crashed):
         had_saves = background.give_up()
         traceback.clear_frames(error.__traceback__)
-        if had_saves:  # the errors of these saves are in reference cycles
+        if had_saves:  # free the errors of these saves, which are in cycles
             gc.collect()
 
 
