@@ -180,9 +180,8 @@ class Source:
         target = full_slice if dtensor is None else slice_of(dtensor) or full_slice
         if dtensor is not None and target.shape != spec.shape:
             msg = (
-                f"{self.folder}: {name} was saved as {spec.shape} {spec.dtype}, but in this"
-                f" state it is {target.shape} {dtensor.dtype}. Create the state with the saved"
-                " model."
+                f"{self.folder}: {name} was saved as {spec.shape}, but in this state its shape is"
+                f" {target.shape}. Create the state with the saved model."
             )
             raise CheckpointError(msg)
         overlapping = {f: box for f, box in spec.parts.items() if target.within(box)}

@@ -194,7 +194,7 @@ class Own:
             msg = f"{where} returned a {kind}; expected a sequence of {n} indices."
             raise DataError(msg)
         if len(indices) != n:
-            msg = f"{where} returned {len(indices)} indices; expected {n}."
+            msg = f"{where} returned {len(indices)} indices; expected {n}, one for each sample."
             raise DataError(msg)
         places = np.linspace(0, n - 1, min(n, _COMPARED), dtype=np.int64).tolist()
         # do not compare a lazy sequence with itself: that would compute its indices

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from accelfn.base import devices, draws, tree
-from accelfn.base.arguments import advise, read_hints
+from accelfn.base.arguments import advise, list_names, read_hints
 from accelfn.base.devices import on_host
 from accelfn.base.tree import cut_axes, is_shard, local
 from accelfn.collectives.packed import all_gather_list, all_reduce_
@@ -571,7 +571,7 @@ def reject_frozen(
     if frozen:
         msg = (
             "The loss function set requires_grad=False on parameters that the state trains:"
-            f" {_list_names(frozen)}. Freeze them outside the loss function: call"
+            f" {list_names(frozen)}. Freeze them outside the loss function: call"
             " requires_grad_(False) in the function that makes the model, or write state ="
             " state.with_trainable(f), where f(name, param) returns True for each parameter to"
             " train."
@@ -598,16 +598,10 @@ def reject_unused(names: Iterable[str], *, are_held: bool) -> NoReturn:
         else "Pass find_unused_parameters=True to af.wrap_ddp or af.wrap_fsdp,"
     )
     msg = (
-        f"Parameters took no part in the loss: {_list_names(names)}. Other ranks would wait for"
+        f"Parameters took no part in the loss: {list_names(names)}. Other ranks would wait for"
         f" their gradients. {options} or freeze them with requires_grad_(False)."
     )
     raise UnusedParametersError(msg)
-
-
-def _list_names(names: list[str]) -> str:
-    """Return the first names, and how many more there are, as text."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
 
 
 # Explain an error if a batch is on another device than the state.

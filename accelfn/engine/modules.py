@@ -210,7 +210,7 @@ def _check_layers(named: list[tuple[str, nn.Linear]], call: str) -> None:
     if odd:
         msg = (
             f"{call}: float8 needs layer sizes that are multiples of {_MULTIPLE}, but"
-            f" {len(odd)} linear layers have other sizes: {', '.join(odd[:5])}. Keep these"
+            f" linear layers have other sizes: {', '.join(odd[:5])}. Keep these"
             " layers in bfloat16: layers=lambda name, layer: layer.out_features % 16 == 0."
         )
         raise ModelError(msg)

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelfn.base import draws
-from accelfn.base.arguments import call_mismatch, find_hint
+from accelfn.base.arguments import call_mismatch, find_hint, list_names
 from accelfn.base.tree import is_wrapper
 from accelfn.errors import Error, ModelError, OptimizerError, StateError
 
@@ -459,8 +459,8 @@ def check_values(module: nn.Module, *, full: bool) -> None:
     meta = [name for name, tensor in named if tensor.is_meta]
     if meta:
         msg = (
-            f"{len(meta)} tensors of {type(module).__name__} are on the meta device, so they have"
-            f" no values: {', '.join(meta[:5])}{', ...' if len(meta) > 5 else ''}. Load values"
+            f"{type(module).__name__} has tensors on the meta device, which have no values:"
+            f" {list_names(meta)}. Load values"
             ' first with af.import_model(module, files), or pass a factory and init="shard".'
             " af.memory_estimate(model, setup, optimizer=...) and"
             ' accelfn.testing.communication(fn, device="meta") need no values.'
@@ -651,8 +651,7 @@ def _check(module: nn.Module) -> None:
         ),
     ):
         if names:
-            sample = ", ".join(names[:5])
-            msg = f"{type(module).__name__} has {len(names)} {kind}: {sample}. {advice}"
+            msg = f"{type(module).__name__} has {kind}: {list_names(names)}. {advice}"
             raise ModelError(msg)
     if not any(param.requires_grad for param in module.parameters()):
         count = sum(1 for _ in module.parameters())

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.optim import ASGD, Optimizer
 
-from accelfn.base.arguments import call_mismatch, signature
+from accelfn.base.arguments import call_mismatch, list_names, signature
 from accelfn.base.tree import is_shard
 from accelfn.errors import ArgumentError, Error, ModelError, OptimizerError
 from accelfn.model.model import Skeleton
@@ -263,7 +263,7 @@ class combine_optimizers:
                 rest.append(name)
         if rest:
             msg = (
-                f"{self!r}: {len(rest)} parameters belong to no part: {', '.join(rest[:5])}. Add"
+                f"{self!r}: parameters belong to no part: {list_names(rest)}. Add"
                 " (..., factory) as the last part, or freeze them with requires_grad_(False)."
             )
             raise OptimizerError(msg)
@@ -472,9 +472,9 @@ def trained_names(
     lacking = [name for name in params if name in chosen and name not in names]
     if lacking:
         msg = (
-            f"state.with_trainable({predicate!r}): {len(lacking)} parameters were frozen when the"
+            f"state.with_trainable({predicate!r}): parameters were frozen when the"
             f" state was created, so {type(optimizer).__name__} does not have them:"
-            f" {', '.join(lacking[:5])}. Create the state with these parameters trainable, then"
+            f" {list_names(lacking)}. Create the state with these parameters trainable, then"
             " freeze them with state.with_trainable."
         )
         raise OptimizerError(msg)
@@ -723,18 +723,22 @@ def _check_owned(
     shapes = [tuple(param.shape) for param in params if id(param) not in names]
     if shapes:
         kind = type(optimizer).__name__
-        advice = "Pass its model" if given_ready else "Use the factory's argument"
+        advice = (
+            "Pass the optimizer's model"
+            if given_ready
+            else "Use the factory's argument"
+        )
         msg = (
-            f"TrainState.create(optimizer={kind}): it has {len(shapes)} parameters of another"
-            f" model (shapes {shapes[:5]}). {advice}, or write functools.partial({kind}, lr=...)."
+            f"TrainState.create(optimizer={kind}): the optimizer has parameters of another model,"
+            f" of the shapes {shapes[:5]}. {advice}, or write functools.partial({kind}, lr=...)."
         )
         raise OptimizerError(msg)
     ids = set(map(id, params))
     missing = [name for name, param in trainable if id(param) not in ids]
     if missing:
         msg = (
-            f"{type(optimizer).__name__} lacks {len(missing)} trainable parameters:"
-            f" {', '.join(missing[:5])}. Create it with all trainable parameters, or freeze the"
+            f"{type(optimizer).__name__} lacks trainable parameters: {list_names(missing)}."
+            " Create it with all trainable parameters, or freeze the"
             " missing ones with requires_grad_(False)."
         )
         raise OptimizerError(msg)

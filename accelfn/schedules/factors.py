@@ -169,8 +169,8 @@ class TorchRates:
         except Exception as error:
             num_groups = len(self._optimizer.param_groups)
             msg = (
-                f"af.schedules.from_torch: the factory failed on {type(self._prototype).__name__}"
-                f" with {num_groups} parameter groups: {type(error).__name__}: {error}"
+                f"af.schedules.from_torch: the factory failed for {type(self._prototype).__name__}"
+                f" (parameter groups: {num_groups}): {type(error).__name__}: {error}"
             )
             raise ArgumentError(msg) from error
         _check(scheduler, self._optimizer)

@@ -176,7 +176,7 @@ def quantities(
         values["grads"] = _gradients(values["grads"])
     if isinstance(source, TrainState):
         if optimizer is not None:
-            msg = "quantities(state, optimizer): a state has an optimizer. Leave out yours."
+            msg = "quantities(state, optimizer): the state has an optimizer. Pass only the state."
             raise ArgumentError(msg)
         values |= _of_state(source)
     elif source is not None or optimizer is not None:

@@ -225,7 +225,7 @@ def _read_bundles(folder: Path) -> list[dict[str, Any]]:
     """Read the bundles of all ranks."""
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
-        msg = f"{folder} contains no crash bundle (rank-*.json)."
+        msg = f"{folder} contains no crash bundle (rank-*.json). Name the folder of a bundle."
         raise CheckpointError(msg)
     bundles = {b["rank"]: b for b in map(_read_rank, paths)}
     size = next(iter(bundles.values()))["size"]

@@ -188,7 +188,7 @@ class autocast:
         half = [n for n, p in state.params.items() if p.dtype is torch.float16]
         if half:
             msg = (
-                f"{self!r}: {len(half)} parameters have the dtype float16"
+                f"{self!r}: parameters have the dtype float16"
                 f" ({', '.join(half[:5])}), and rounding would discard small updates. Keep"
                 " parameters in float32: call model.float() before TrainState.create."
             )

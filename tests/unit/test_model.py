@@ -142,7 +142,7 @@ def test_hooks_of_parameters_are_refused(kind):
     model = nn.Linear(3, 1)
     getattr(model.weight, f"register_{kind}")(lambda _: None)
     with pytest.raises(
-        af.errors.ModelError, match=r"1 parameters with hooks: weight\..*`grads`"
+        af.errors.ModelError, match=r"has parameters with hooks: weight\..*`grads`"
     ):
         af.TrainState.create(model=model, optimizer=SGD)
     model.weight._backward_hooks = None

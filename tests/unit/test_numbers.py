@@ -88,7 +88,7 @@ def test_n3_nothing_to_divide_by():
         create(model=lambda: nn.Linear(2, 1).requires_grad_(requires_grad=False))
     with pytest.raises(ModelError, match="no trainable parameter"):
         create(model=nn.ReLU)
-    with pytest.raises(OptimizerError, match="lacks 1 trainable parameters: bias"):
+    with pytest.raises(OptimizerError, match="lacks trainable parameters: bias"):
         create(optimizer=lambda named: torch.optim.SGD(named[:1], lr=1.0))
 
 

@@ -298,7 +298,7 @@ def test_optimizer_of_another_model():
     """A ready optimizer over other parameters is refused, with what goes together."""
     optimizer = optim.SGD(net().parameters(), lr=0.1)
     with pytest.raises(
-        af.errors.OptimizerError, match=r"SGD has 4 .*model does not have.*instance"
+        af.errors.OptimizerError, match=r"SGD\): .* of another model.*functools"
     ) as caught:
         af.TrainState.create(model=net(), optimizer=optimizer)
     assert isinstance(caught.value, ValueError)
@@ -307,16 +307,14 @@ def test_optimizer_of_another_model():
 def test_ready_optimizer_with_a_model_factory():
     """A ready optimizer cannot belong to what a factory makes."""
     optimizer = optim.SGD(net().parameters(), lr=0.1)
-    with pytest.raises(af.errors.OptimizerError, match=r"optimizer factory"):
+    with pytest.raises(af.errors.OptimizerError, match=r"functools.partial"):
         af.TrainState.create(model=net, optimizer=optimizer)
 
 
 def test_factory_over_other_parameters():
     """A factory that ignores what it is given is refused."""
     other = net()
-    with pytest.raises(
-        af.errors.OptimizerError, match=r"SGD has 4 .*model does not have"
-    ):
+    with pytest.raises(af.errors.OptimizerError, match=r"SGD.: .* of another model"):
         af.TrainState.create(
             model=net, optimizer=lambda _: optim.SGD(other.parameters(), lr=0.1)
         )
@@ -327,7 +325,7 @@ def test_optimizer_that_lacks_parameters():
     model = net()
     optimizer = optim.SGD(model[0].parameters(), lr=0.1)
     with pytest.raises(
-        af.errors.OptimizerError, match=r"lacks 2 .*2\.weight, 2\.bias.*requires_grad_"
+        af.errors.OptimizerError, match=r"lacks .*2\.weight, 2\.bias.*requires_grad_"
     ):
         af.TrainState.create(model=model, optimizer=optimizer)
 

@@ -141,14 +141,14 @@ def test_parameters_in_float16_are_refused():
     ("arguments", "says"),
     [
         ({"precision": "fp17"}, "expected 'bf16'"),
-        ({"precision": "bf16", "init_scale": 2.0}, "only 'fp16'"),
+        ({"precision": "bf16", "init_scale": 2.0}, "only for 'fp16'"),
         ({"precision": "fp16", "init_scale": 0.0}, "above 0"),
         ({"precision": "fp16", "init_scale": math.nan}, "above 0"),
         ({"precision": "fp16", "growth_factor": 1.0}, "above 1"),
         ({"precision": "fp16", "backoff_factor": 1.0}, "below 1"),
         ({"precision": "fp16", "growth_interval": 0}, "above 0"),
         ({"precision": "fp16", "growth_interval": 1.5}, "above 0"),
-        ({"precision": "fp16", "layers": bool}, "only 'fp8'"),
+        ({"precision": "fp16", "layers": bool}, "only for 'fp8'"),
         ({"precision": "fp8", "layers": 3}, "expected a function"),
     ],
 )
