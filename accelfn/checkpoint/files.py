@@ -513,10 +513,7 @@ def read_tensors(
         with open_plain(path) as stream:
             size = stream.seek(0, 2)
             if size != file.size:
-                msg = (
-                    f"{path} is damaged: it has {size} bytes, but had {file.size} when it was"
-                    " saved. Load another checkpoint."
-                )
+                msg = f"{path} is damaged: it has {size} bytes, but had {file.size} when saved."
                 raise CheckpointCorruptError(msg)
             reader = _read_verified if verify else _read_some
             tensors = reader(stream, path, file, wanted, on_read)

@@ -320,10 +320,7 @@ def _check_holds(dtype: torch.dtype, value: Any) -> None:
             if dtype.is_floating_point or dtype.is_complex:
                 holds = holds or abs(cast("Any", value)) <= torch.finfo(dtype).max
     if not holds:
-        msg = (
-            f"af.pad_across(value={value!r}): tensors of {dtype} cannot contain this value. Pass"
-            " another value, or convert the tensors first."
-        )
+        msg = f"af.pad_across(value={value!r}): tensors of {dtype} cannot contain this value."
         raise ArgumentError(msg)
 
 

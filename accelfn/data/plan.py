@@ -630,10 +630,7 @@ def _sampler_epoch(sampler: Any, n: int, *, seed: int, number: int, key: int) ->
         raise DataError(msg)
     empty = [i for i, batch in enumerate(batches) if not batch]
     if empty or not batches:
-        msg = (
-            f"{name} yielded no indices for update {empty[0] if empty else 0}. Yield at least one"
-            " index for each update."
-        )
+        msg = f"{name} yielded no indices for update {empty[0] if empty else 0}; yield at least one."
         raise DataError(msg)
     flat = check_indices(
         np.concatenate([np.asarray(batch) for batch in batches]), n=n, where=name

@@ -76,10 +76,7 @@ class Rows:
         rows, count = torch.as_tensor(indices, dtype=torch.int64), len(self)
         outside = rows[(rows < -count) | (rows >= count)]
         if len(outside):
-            msg = (
-                f"A Subset has the index {int(outside[0])}, but its dataset has {count} samples."
-                f" Use indices from 0 to {count - 1}."
-            )
+            msg = f"A Subset has the index {int(outside[0])}, but its dataset has {count} samples."
             raise DataError(msg)
         rows = torch.where(rows < 0, rows + count, rows)
         return Rows(self.tensors, rows if self.picked is None else self.picked[rows])

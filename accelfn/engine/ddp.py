@@ -544,9 +544,6 @@ class DDPRunner:
     @property
     def _ddp(self) -> LeanDDP:
         if self._wrapped is None:
-            msg = (
-                "The world is closed, but a step needs its ranks. Call the step inside the `with`"
-                " block of the world."
-            )
+            msg = "The world is closed. Call the step inside the `with` block of the world."
             raise WorldError(msg)
         return self._wrapped

@@ -69,10 +69,7 @@ def entries_of(
         raise CheckpointCorruptError(msg) from error
     if all(group_names):
         if named != sizes:
-            msg = (
-                f"{file} is damaged: its parameter groups have {sizes} parameters, but {named}"
-                " parameter names."
-            )
+            msg = f"{file} has parameter groups of sizes {sizes}, but {named} parameter names."
             raise CheckpointCorruptError(msg)
         names = group_names
     elif sizes == own_sizes:

@@ -46,10 +46,7 @@ class Batches:
         start, seed = self.reading.start, self.reading.seed
         epochs = self.reading.epochs
         if epochs is None:
-            msg = (
-                "len(af.batches(state)): the batches never end. Pass af.batches(state,"
-                " until_epoch=...)."
-            )
+            msg = "len(af.batches(state)): the batches never end. Pass until_epoch= to af.batches."
             raise ArgumentError(msg)
         if start.epoch >= epochs:
             return 0

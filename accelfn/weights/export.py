@@ -215,10 +215,7 @@ def read_parts(
     parts = {file: read(path.parent / file) for file in dict.fromkeys(named.values())}
     for name, file in named.items():
         if name not in parts[file]:
-            msg = (
-                f"{path} says that {name!r} is in {file}, but this file has no such tensor. Copy"
-                " all files of the folder again."
-            )
+            msg = f"{path} says that {name!r} is in {file}, which has no such tensor."
             raise CheckpointCorruptError(msg)
     by_name: dict[str, T] = {}
     for file, tensors in parts.items():

@@ -370,10 +370,7 @@ def placement(
             msg = f"{caller}(device_map={{{prefix!r}: {device!r}}}): {error}"
             raise ArgumentError(msg) from error
         if devices[prefix].type == "meta":
-            msg = (
-                f"{caller}(device_map={{{prefix!r}: 'meta'}}): tensors on the meta device have no"
-                " values. Name a real device."
-            )
+            msg = f"{caller}(device_map={{{prefix!r}: 'meta'}}): meta tensors have no values."
             raise ArgumentError(msg)
     return Placement(device_map=devices, dtype=dtype)
 

@@ -327,7 +327,7 @@ def test_modules_go_to_several_devices(tmp_path):
     [
         ({"device_map": "auto"}, "expected a dict from module names to devices"),
         ({"device_map": {"": "disk"}}, "device_map={'': 'disk'}"),
-        ({"device_map": {"": "meta"}}, "meta device have no values"),
+        ({"device_map": {"": "meta"}}, "meta tensors have no values"),
         ({"device_map": {"hed": "cpu"}}, "no module of this name.*embed, norm, head"),
         ({"device_map": {"nor": "cpu"}}, "no module of this name.*embed, norm, head"),
         ({"dtype": torch.int64}, "expected a floating-point dtype"),

@@ -169,8 +169,8 @@ def test_an_optimizer_s_own_names_count(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (named(*NAMES[:3]), "groups have [4] parameters, but [3] parameter names"),
-        (named(*NAMES, "more"), "groups have [4] parameters, but [5] parameter names"),
+        (named(*NAMES[:3]), "groups of sizes [4], but [3] parameter names"),
+        (named(*NAMES, "more"), "groups of sizes [4], but [5] parameter names"),
         (named(*NAMES[:3], "other"), "parameters that this model lacks: other."),
         (lambda held: held["param_groups"][0]["params"].pop(), "of sizes [3], but"),
         (lambda held: held.pop("state"), "is not the state_dict() of an optimizer"),

@@ -342,10 +342,7 @@ class SimulatedGroup(dist.ProcessGroup):
         num_rows = full.shape[0]
         if not splits:
             if num_rows % self._size:
-                msg = (
-                    f"{num_rows} rows do not divide evenly among {self._size} ranks. Pass the"
-                    " number of rows for each rank as split sizes."
-                )
+                msg = f"{num_rows} rows do not divide evenly among {self._size} ranks."
                 raise ArgumentError(msg)
             splits = [num_rows // self._size] * self._size
         return self._per_rank(full.detach().split(list(splits)))

@@ -152,10 +152,7 @@ class Plan:
                 msg = f"simulate(faults=[{fault!r}]): expected faults, such as Raise(rank=1)."
                 raise ArgumentError(msg)
             if fault.rank >= size:
-                msg = (
-                    f"simulate({size}, faults=[{fault!r}]): there is no rank {fault.rank};"
-                    f" the last rank is {size - 1}."
-                )
+                msg = f"simulate({size}, faults=[{fault!r}]): the last rank is {size - 1}."
                 raise ArgumentError(msg)
             if isinstance(fault, Crash) and fault.returns is not None and not elastic:
                 msg = (
