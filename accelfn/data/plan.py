@@ -630,7 +630,7 @@ def _sampler_epoch(sampler: Any, n: int, *, seed: int, number: int, key: int) ->
         raise DataError(msg)
     empty = [i for i, batch in enumerate(batches) if not batch]
     if empty or not batches:
-        msg = f"{name} yielded no indices for update {empty[0] if empty else 0}; yield at least one."
+        msg = f"{name} yielded no indices for update {empty[0] if empty else 0}: yield at least 1."
         raise DataError(msg)
     flat = check_indices(
         np.concatenate([np.asarray(batch) for batch in batches]), n=n, where=name
