@@ -692,9 +692,8 @@ def _merges_all(members: Sequence[Any]) -> Law:
                         f" of a merged slot into a different slot: {change}."
                     )
                 if idle is not None:
-                    names = ", ".join(contract.facts_of(member).get("by_rank", ()))
                     return (
-                        f"{member!r}.merge does not use rank {idle}'s values of {names}. They"
+                        f"{member!r}.merge does not use rank {idle[0]}'s value of {idle[1]!r}. It"
                         " would be lost on another number of ranks. Use all slots of the argument."
                     )
             return None
@@ -704,8 +703,10 @@ def _merges_all(members: Sequence[Any]) -> Law:
     return law
 
 
-def _shares(transform: Any, slot: Any, world: World) -> tuple[str | None, int | None]:
-    """Return how a second merge changes its result, and a rank whose slot `merge` ignores."""
+def _shares(
+    transform: Any, slot: Any, world: World
+) -> tuple[str | None, tuple[int, str] | None]:
+    """Return how a second merge changes its result, and a rank's entry that `merge` ignores."""
 
     def merge(slots: list[Any]) -> Any:
         return transform.merge(tree.clone(slots), world)
@@ -718,25 +719,25 @@ def _shares(transform: Any, slot: Any, world: World) -> tuple[str | None, int | 
     again = merge([result[1]] * world.size)
     differences = NEARLY_EQUAL.by_name(named(result[1]), named(again[1]))
     change = next((str(difference[0]) for difference in differences.values()), None)
-    other = _plus_one(slot, contract.facts_of(transform).get("by_rank", ()))
-    for place in range(
-        world.size if first_difference(named(slot), named(other)) else 0
-    ):
-        inputs = [*copies[:place], other, *copies[place + 1 :]]
-        if world.size > 1 and not first_difference(named(result), named(merge(inputs))):
-            return change, place
+    for name in contract.facts_of(transform).get("by_rank", ()):
+        other = _plus_one(slot, name)
+        if world.size == 1 or not first_difference(named(slot), named(other)):
+            continue
+        for place in range(world.size):
+            inputs = [*copies[:place], other, *copies[place + 1 :]]
+            if not first_difference(named(result), named(merge(inputs))):
+                return change, (place, name)
     return change, None
 
 
-def _plus_one(slot: Any, names: Sequence[str]) -> Any:
-    """Return a copy of a slot with 1 added to the numbers of the named entries."""
+def _plus_one(slot: Any, entry: str) -> Any:
+    """Return a copy of a slot with 1 added to the numbers of an entry."""
 
     def plus(leaf: Any) -> Any:
         is_number = isinstance(leaf, (int, float, torch.Tensor))
         return leaf + 1 if is_number and not isinstance(leaf, bool) else leaf
 
-    sums = {n: tree.tree_map(plus, value) for n, value in slot.items() if n in names}
-    return {**slot, **sums}
+    return {**slot, entry: tree.tree_map(plus, slot[entry])} if entry in slot else slot
 
 
 def _loads_anywhere(subject: Subject) -> str | None:

@@ -202,7 +202,8 @@ def _note_method(note: Callable[[str, int], None]) -> Callable[..., Any]:
         # in a skipped update, compare with the slot that would remain without this method
         old_slot = update.state.slots.get(self.name) if update.skipped else slot
         # ignore the slot if ranks train apart: it counts updates until the next exchange
-        counts = field == "after_update" and "apart" in contract.facts_of(self)
+        is_apart = "apart" in contract.facts_of(self)
+        counts = field == "after_update" and is_apart and not update.skipped
         before = _copy_values(field, value, old_slot, counts=counts)
         num_calls = len(world.connection.activity.trail)
         result = method(self, value, slot, update)
