@@ -337,12 +337,8 @@ def split_law(members: Sequence[Any], build: Around) -> Law:
                         f"a run on one rank, and the same run {how}, {broken}{advice}"
                     )
             if lossy and subject.size > 1:
-                # with an update more than the run, which may end with an average
-                longer = attrs.evolve(subject, updates=subject.updates + 1)
-                longer_reference = _histories(longer, build(base), 1)
-                assert not isinstance(longer_reference, str)  # noqa: S101
                 return _counts_samples(
-                    longer, members, build, longer_reference[0], rough=rough
+                    subject, members, build, reference[0], rough=rough
                 )
         return None
 

@@ -212,7 +212,8 @@ def _note_method(note: Callable[[str, int], None]) -> Callable[..., Any]:
             result = value, result[1]
         change = first_difference(before, _copy_values(field, *result, counts=counts))
         change = change or (field == "eval_params" and result[0] is not value)
-        if len(world.connection.activity.trail) > num_calls or change:
+        communicated = len(world.connection.activity.trail) > num_calls
+        if change or (communicated and field != "finalize"):
             note(method_name(self, field, in_skip=update.skipped), world.rank)
         return result
 

@@ -156,7 +156,7 @@ def test_ranks_with_another_order_are_told(
     (said,) = told(
         size, lambda rank: make(other if rank == odd else order), by, **options
     )
-    assert said.startswith("The ranks hold data that differ")
+    assert said.startswith("The ranks have data that differ")
     assert all(f"\n  rank {rank}: " in said for rank in range(size))
 
 

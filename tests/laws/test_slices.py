@@ -91,7 +91,7 @@ def test_a_slice_that_is_missing_is_noticed(
         assert torch.equal(numbered(shape), assemble(whole, torch.int32, parts))
         return
     with pytest.raises(
-        af.errors.CheckpointError, match=rf"{boxes[gone].count} of {whole.count}"
+        af.errors.CheckpointError, match=rf"{boxes[gone].count} of the {whole.count}"
     ):
         assemble(whole, torch.int32, parts)
 
@@ -138,7 +138,7 @@ def test_what_no_part_has_is_told(begin: int, count: int, first: int) -> None:
     missing = min(max(first - begin, 0), count)
     if missing:
         with pytest.raises(
-            af.errors.CheckpointCorruptError, match=f"^{missing} of {count} "
+            af.errors.CheckpointCorruptError, match=f"lack {missing} of the {count} "
         ):
             assemble(target, torch.float32, parts)
     else:

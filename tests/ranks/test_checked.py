@@ -25,7 +25,7 @@ def test_different_calls_are_told_by_real_ranks():
     pairs = list(zip(NAMES, TURNED, strict=True))
     for rank, told in enumerate(run_ranks(2, meet_all, pairs)):
         for text in told:
-            assert text.startswith(f"Rank {rank} of 2: the ranks are about to make")
+            assert text.startswith(f"Rank {rank} of 2: the ranks' calls do not match")
             assert "\n  rank 0: " in text
             assert "\n  rank 1: " in text
 
@@ -51,4 +51,4 @@ def test_a_checked_world_is_asked_for():
     """`World.from_env(checked=True)` checks; no other does."""
     for plain, asked, told in run_ranks(2, from_environment):
         assert (plain, asked) == (False, True)
-        assert "different reduction" in told
+        assert "do not match in reduction" in told
