@@ -212,8 +212,8 @@ def _note_method(note: Callable[[str, int], None]) -> Callable[..., Any]:
             result = value, result[1]
         change = first_difference(before, _copy_values(field, *result, counts=counts))
         change = change or (field == "eval_params" and result[0] is not value)
-        communicated = len(world.connection.activity.trail) > num_calls
-        if change or (communicated and field != "finalize"):
+        has_communicated = len(world.connection.activity.trail) > num_calls
+        if change or (has_communicated and field != "finalize"):
             note(method_name(self, field, in_skip=update.skipped), world.rank)
         return result
 
@@ -460,7 +460,7 @@ results equal the results of one rank without micro-batches, up to rounding |
     | `new_process` | a saved run continues with the same results in a new process |
     | `facts` | the facts that the transform declares are true, for example that it draws \
 no random numbers, recomputes, or checks for non-finite numbers |
-    | `acts` | in the tested updates, each method changed something or communicated. \
+    | `acts` | in the tested updates, each method changed something or has_communicated. \
 Otherwise the other laws would not test the method. `init`, `merge`, `engine`, `module` and \
 `finalize` are exempt |
     | `options_read` | the methods, or functions that they call, read each option of the \
