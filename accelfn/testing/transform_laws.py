@@ -460,7 +460,7 @@ results equal the results of one rank without micro-batches, up to rounding |
     | `new_process` | a saved run continues with the same results in a new process |
     | `facts` | the facts that the transform declares are true, for example that it draws \
 no random numbers, recomputes, or checks for non-finite numbers |
-    | `acts` | in the tested updates, each method changed something or has_communicated. \
+    | `acts` | in the tested updates, each method changed something or communicated. \
 Otherwise the other laws would not test the method. `init`, `merge`, `engine`, `module` and \
 `finalize` are exempt |
     | `options_read` | the methods, or functions that they call, read each option of the \
