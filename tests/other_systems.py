@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Use accelfn where names of Linux are hidden: `python -m tests.other_systems windows`.
 
-It prints each use that worked. Modules and functions that the other system lacks are removed
-before accelfn is imported, and the system's name is replaced.
+It prints each use that worked.
 """
 
 import mmap

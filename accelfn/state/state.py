@@ -14,7 +14,6 @@ from typing import Any, Literal, NoReturn, Self, TypeAlias, cast
 
 import attrs
 import torch
-from torch import nn
 from torch.autograd import profiler
 
 from accelfn.base import tree
@@ -693,15 +692,13 @@ def check_state(call: str, value: object) -> None:
     """
     if isinstance(value, TrainState):
         return
-    hint = ""
+    hint = (
+        " Pass the state that TrainState.create(model=..., optimizer=...) returns, which contains"
+        " the model and the data."
+    )
     is_pair = isinstance(value, tuple) and any(isinstance(v, TrainState) for v in value)
     if is_pair or isinstance(value, Metrics):
         hint = " A step returns two values: state, metrics = step(state, batch)."
-    elif isinstance(value, (nn.Module, Mapping)):
-        hint = (
-            " Pass the state that TrainState.create(model=..., optimizer=...) returns, which"
-            " contains the model."
-        )
     msg = f"{call}: expected a TrainState, got {type(value).__name__}.{hint}"
     raise ArgumentError(msg)
 

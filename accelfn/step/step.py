@@ -248,6 +248,11 @@ _DONATED = (
     " keep this state too, call state.copy() before, or step(state, batch, donate=False)."
 )
 
+_FINALIZED = (
+    "af.finalize(state) updated the tensors of this state in place. Continue with the state that"
+    " finalize returned: state = af.finalize(state)."
+)
+
 
 def take_update(
     state: TrainState, grads: Grads, hold: Callable[[], None]
@@ -664,7 +669,9 @@ def finalize(state: TrainState) -> TrainState:
         number = state.num_tried
         state.lease.end(StateDonatedError, _INTERRUPTED, update=number)
         after = apply_to_state("finalize", after, update)
-        return end_donation(state, after, number)
+        after = end_donation(state, after, number)
+        state.lease.end(StateDonatedError, _FINALIZED, update=number)
+        return after
 
 
 def sync_grads(state: TrainState, grads: Grads) -> Grads:

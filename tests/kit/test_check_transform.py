@@ -831,10 +831,7 @@ class ForgetsTheRest:
 
 @af.transform
 class AveragesRanks:
-    """Averages ranks every third update, and does not weight them in one of two places.
-
-    Correct if both are weighted.
-    """
+    """Averages ranks every third update; correct if it weights both places."""
 
     weights_average: bool = True
     weights_merge: bool = True

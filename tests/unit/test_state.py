@@ -96,6 +96,10 @@ def test_donated_state_and_its_gradients():
         af.apply_grads(state, grads)
     with pytest.raises(af.errors.StateDonatedError):
         af.sync_grads(state, grads)
+    state = make(setup=af.local_sgd(sync_every=2))
+    af.finalize(state)
+    with pytest.raises(af.errors.StateDonatedError, match="state = af.finalize"):
+        STEP(state, X)
 
 
 KIN = {
