@@ -361,8 +361,8 @@ def _say_whose(args: Sequence[str], script: str) -> None:
     options = [word for word in args if word.partition("=")[0] in flags]
     if options:
         say(
-            f"{script} gets {' and '.join(options)}, because it comes after the script. If it"
-            f" is for accelfn, write accelfn launch {options[0]} ... {script}."
+            f"{script} gets {' and '.join(options)}, because options after the script belong to"
+            f" it. If you mean accelfn, write accelfn launch {options[0]} ... {script}."
         )
 
 

@@ -244,8 +244,9 @@ _UNFINISHED = (
 )
 _DONATED = (
     "This state was passed to the step of update {update}, which updated its tensors in place."
-    " Continue with the state that the step returned: state, metrics = step(state, batch). To"
-    " keep this state too, call state.copy() before, or step(state, batch, donate=False)."
+    " Continue with the state that the step returned: state, metrics = step(state, batch). If it"
+    " was lost, call af.salvage(state). To keep this state too, call state.copy() before, or"
+    " step(state, batch, donate=False)."
 )
 
 _FINALIZED = (

@@ -120,7 +120,7 @@ LIES = {
         RunsAgain(says=False, does=True),
         "Declare the fact recomputes",
     ),
-    "micro_batches": (OtherParts(), "micro_batches says 1, but there were 2"),
+    "micro_batches": (OtherParts(), "returns 1 micro-batches, but a step called"),
 }
 
 

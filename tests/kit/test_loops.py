@@ -526,7 +526,7 @@ def test_what_quantities_cannot_read_is_refused():
     """An optimizer without its module, a state with one, a state dict."""
     optimizer = torch.optim.SGD(MODEL.parameters())
     state = af.TrainState.create(model=copy.deepcopy(MODEL), optimizer=torch.optim.SGD)
-    with pytest.raises(af.errors.ArgumentError, match="Leave out yours"):
+    with pytest.raises(af.errors.ArgumentError, match="Pass only the state"):
         quantities(state, optimizer)
     for source in (MODEL.state_dict(), None):
         with pytest.raises(af.errors.ArgumentError, match="expected a TrainState"):

@@ -133,7 +133,7 @@ def test_what_a_loss_freezes_is_trained_after_it(
                 af.errors.LossError, match="requires_grad=False"
             ) as raised:
                 af.make_step(freezing)(state, batch)
-            assert f"False on {len(names)} parameters" in str(raised.value)
+            assert all(name in str(raised.value) for name in names)
         state, _ = step(state, batch)
         return state
 

@@ -38,8 +38,8 @@ def test_every_argument_of_the_class_has_a_row():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_port_names_what_there_is(page):
     """Each `af.name`, `world.name` and `state.name` of a page is one of accelfn's."""
-    found = set(re.findall(r"\b(af|world|state)\.(\w+)", page.read_text()))
-    assert len(found) >= 10
+    found = set(re.findall(r"\b(af|world|state)\.(?!md\b)(\w+)", page.read_text()))
+    assert len(found) >= 5
     missing = {
         f"{owner}.{name}" for owner, name in found if not hasattr(HAVE[owner], name)
     }

@@ -400,7 +400,7 @@ def test_wrong_losses_are_refused_as_ever(apart):
 
     with pytest.raises(af.errors.LossError, match="expected a scalar"):
         step(lambda model, batch: model(batch[0]))
-    with pytest.raises(af.errors.LossError, match="returned str"):
+    with pytest.raises(af.errors.LossError, match="returned a str"):
         step(lambda *_: "three")
     with pytest.raises(af.errors.LossError, match="has no gradient"):
         step(lambda model, batch: model(batch[0]).sum().detach())

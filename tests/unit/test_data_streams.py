@@ -368,7 +368,7 @@ def test_a_state_that_is_no_plain_data(tmp_path):
 
     state = make(af.Data(Objects(10), global_batch_size=4))
     state, _ = STEP(state, next(iter(af.batches(state))))
-    with pytest.raises(af.errors.Error, match=r"seen is a set; only tensors"):
+    with pytest.raises(af.errors.Error, match=r"seen is a set, but only tensors"):
         af.save(state, tmp_path / "saved")
 
 

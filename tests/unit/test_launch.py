@@ -227,7 +227,7 @@ def test_options_behind_the_script_are_the_scripts(capfd):
     out, err = capfd.readouterr()
     assert json.loads(out)["argv"][1:] == list(map(str, words[1:]))
     (line,) = err.splitlines()
-    assert "tells.py gets --nproc and --join-timeout=3, which" in line
+    assert "tells.py gets --nproc and --join-timeout=3, because options" in line
 
 
 @pytest.mark.parametrize(

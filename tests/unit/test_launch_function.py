@@ -114,7 +114,10 @@ def test_a_number_of_ranks(size):
         ({"timeout": float("inf")}, "timeout=inf"),
         ({"timeout": "x"}, "timeout='x'"),
         ({"timeout": True}, "timeout=True"),
-        ({"axes": {"dp_shard": 3}}, "af.launch.*3, do not multiply to"),
+        (
+            {"axes": {"dp_shard": 3}},
+            "af.launch.*sizes, 3, is not the number of ranks, 2",
+        ),
         ({"axes": {"dp": 2}}, "'dp' is not an axis"),
         ({"device": "foo"}, "device='foo'.*torch does not know this device"),
         ({"device": 1.5}, "device=1.5.*torch does not know this device"),

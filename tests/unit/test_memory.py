@@ -72,7 +72,7 @@ def test_a_dtype_that_the_setup_refuses_says_why():
 
     assert list(found.by_dtype) == [torch.float32, torch.bfloat16]
     assert list(found.refused) == [torch.float16]
-    assert "Not float16: af.autocast('fp16'): 2 parameters have" in str(found)
+    assert "Not float16: af.autocast('fp16'): parameters have" in str(found)
 
 
 def test_an_instance_is_left_alone():

@@ -122,7 +122,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (gives_data, "reads values of parameters, which have no values yet"),
     (lambda: nn.Sequential(THERE), "'0.weight' of Sequential existed before"),
     (lambda: copy.deepcopy(THERE), "'weight' of Linear existed before"),
-    (partial(nn.LazyLinear, 1), "lazy parameters without a shape"),
+    (partial(nn.LazyLinear, 1), "lazy parameter weight, which has no shape"),
     (nn.ReLU, "no trainable parameter"),
 ]
 

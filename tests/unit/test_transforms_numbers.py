@@ -157,7 +157,9 @@ def test_plateau_of_two_groups_and_three_floors():
 @pytest.mark.parametrize("value", [None, "0.1", True, torch.zeros(1), {"loss": 0.1}])
 def test_what_is_observed_is_a_number(value):
     """Something else is refused; of a dict one number is to be chosen."""
-    hint = "by its name" if isinstance(value, dict) else "expected a number"
+    hint = (
+        "Pass one value of the dict" if isinstance(value, dict) else "expected a number"
+    )
     with pytest.raises(af.errors.ArgumentError, match=hint):
         af.report_metric(make(af.reduce_lr_on_plateau()), value)
 
