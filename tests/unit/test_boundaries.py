@@ -264,7 +264,7 @@ def test_what_a_loss_froze_is_trained_once_it_is_told(count):
             param.requires_grad_(requires_grad=False)
         return model(batch).square().mean()
 
-    with pytest.raises(af.errors.LossError, match=f"False on parameters that"):
+    with pytest.raises(af.errors.LossError, match="False on parameters that"):
         af.make_step(freezes)(state, torch.ones(2, 2))
     before = {name: each.clone() for name, each in state.params.items()}
     state, _ = STEP(state, torch.ones(2, 2))
