@@ -275,10 +275,17 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
     return compute
 
 
-def _wrong_parameters(loss_fn: LossFunction, error: TypeError | None) -> str:
+def _wrong_parameters(
+    loss_fn: LossFunction, error: TypeError | None, extras: Sequence[Any] = ()
+) -> str:
+    advice = (
+        "def loss_fn(model, batch):, use this model, and inputs, targets = batch in it."
+    )
+    if extras:
+        advice = "def loss_fn(model, batch, *extras):, or call step(state, batch) without extras."
     return (
         f"loss_fn={qualname(loss_fn)}: accelfn calls it as loss_fn(model, batch, *extras): {error}."
-        " Write def loss_fn(model, batch):, use this model, and inputs, targets = batch in it."
+        f" Write {advice}"
     )
 
 
@@ -290,7 +297,7 @@ def _check_extras(
 ) -> None:
     error = call_mismatch(loss_fn, None, None, *extras, **keywords)
     if error and not (setup.owners["loss"] or setup.owners["value_and_grad"]):
-        raise LossError(_wrong_parameters(loss_fn, error))
+        raise LossError(_wrong_parameters(loss_fn, error, extras))
 
 
 def _is_torchs(loss_fn: object) -> bool:
