@@ -70,7 +70,7 @@ CATALOG = [
     Entry(af.checkpoint_activations()),
     Entry(af.check_replicas(every=2)),
     Entry(af.reduce_lr_on_plateau(0.5, patience=0)),
-    Entry(af.ema(0.5), other={"decay": af.ema(0.25)}),
+    Entry(af.ema(0.5), other={"decay": af.ema(0.75)}),
     Entry(af.sync_batchnorm()),
     Entry(af.context_parallel()),
 ]

@@ -393,8 +393,10 @@ def _warn_of_lost_gradients(
     if any(leaf.requires_grad for leaf in leaves):
         advise(
             f"The loss calls the collective {label!r} with tensors that require gradients, but"
-            " the result has no gradient. If you need a gradient, use af.all_gather(values,"
-            " world, grad=True) and compute with its result. Otherwise pass values.detach()."
+            " the result has no gradient. If you want the mean loss of all ranks, return this"
+            " rank's loss: the step averages gradients over ranks. If you need a gradient, use"
+            " af.all_gather(values, world, grad=True) and compute with its result. Otherwise pass"
+            " values.detach()."
         )
 
 

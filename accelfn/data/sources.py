@@ -304,6 +304,12 @@ def rows_of(dataset: Any) -> Rows | None:
         return None
     tensors = tree.tree_map(_as_tensor, cast("Any", columns))
     leaves = tree.tree_leaves(tensors)
+    if isinstance(columns, tuple) and any(isinstance(c, list) for c in columns):
+        msg = (
+            "af.Data: the dataset is a tuple of lists. Convert each list to a tensor or an array,"
+            " such as af.Data((torch.tensor(inputs), torch.tensor(targets)))."
+        )
+        raise DataError(msg)
     if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return None
     lengths = {len(leaf) if leaf.ndim else -1 for leaf in leaves}

@@ -50,6 +50,8 @@ _ASKED = 0, 1, 10, 100, 1000
 """Updates at which the factors of schedules are compared: functions cannot be compared."""
 _IGNORED = -100
 """The label that Transformers leaves out of a loss."""
+_MEAN, _SUM = 1, 2
+"""torch's numbers of `reduction="mean"` and `reduction="sum"`, in `ATen/core/Reduction.h`."""
 _MANY = 4
 """A list of at most this length may be a batch of features: inputs, targets, weights."""
 _PASSES = 4
@@ -82,6 +84,11 @@ class Doctor:
     def examine_loss(self, state: TrainState, samples: Samples, read: ReadLoss) -> None:
         """Examine a loss and its samples, before the backward pass."""
         self._num_passes += 1
+        if self._num_passes == 1:
+            dtypes = {state.params[name].dtype for name in state.trainable}
+            if state.world.is_main and torch.float16 in dtypes:
+                advise(_advice_of("float16"))
+            _advise_reduction(samples, read)
         if self._last_value is not None:
             self._examine_value(state, samples)
         if read.is_mean:
@@ -173,6 +180,21 @@ def _advise_row_count(samples: Samples) -> None:
             " torch.stack(samples), or torch.utils.data.default_collate(samples). Or return"
             " af.Loss(total, weight) from the loss function."
         )
+
+
+def _advise_reduction(samples: Samples, read: ReadLoss) -> None:
+    """Warn about a loss function of torch whose `reduction` does not fit the returned value."""
+    node: Any = read.scalar.grad_fn
+    reduction = getattr(node, "_saved_reduction", None)
+    if not read.is_mean:
+        if reduction == _MEAN and read.weight not in (0, 1):
+            advise(_advice_of("mean-total"))
+    elif reduction == _SUM:
+        advise(_advice_of("sum"))
+    elif reduction == _MEAN and not samples.lone and hasattr(node, "_saved_target"):
+        ignored = node._saved_ignore_index - 2**64
+        if bool((node._saved_target == ignored).any()):
+            advise(_advice_of("ignored"))
 
 
 def _advise_token_weights(batch: Any) -> None:

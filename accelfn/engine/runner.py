@@ -574,6 +574,13 @@ class Ones:
         return last
 
 
+_KEPT_GRAPH = (
+    "The loss depends on a tensor that the loss function kept from an earlier call, with its"
+    " graph. Keep a detached tensor, such as average = (0.9 * average + 0.1 * new).detach(), or a"
+    " buffer of the model: accelfn saves buffers in checkpoints."
+)
+
+
 def run_backward(
     roots: tuple[torch.Tensor, ...], seeds: tuple[torch.Tensor, ...]
 ) -> None:
@@ -583,16 +590,21 @@ def run_backward(
     not needed here, and a context for device threads, and costs 17 µs per call.
     """
     first, last = roots[0], roots[-1]
-    if type(first) is type(last) is torch.Tensor and first.is_cpu and last.is_cpu:
-        engine = cast("Any", Variable)._execution_engine
-        keep_graph = create_graph = False
-        engine.run_backward(
-            *(roots, seeds, keep_graph, create_graph, ()),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
-    else:
-        torch.autograd.backward(roots, seeds)
+    try:
+        if type(first) is type(last) is torch.Tensor and first.is_cpu and last.is_cpu:
+            engine = cast("Any", Variable)._execution_engine
+            keep_graph = create_graph = False
+            engine.run_backward(
+                *(roots, seeds, keep_graph, create_graph, ()),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
+        else:
+            torch.autograd.backward(roots, seeds)
+    except RuntimeError as error:
+        if "backward through the graph a second time" in str(error):
+            error.add_note(_KEPT_GRAPH)
+        raise
 
 
 def like(scalar: torch.Tensor, value: Number) -> torch.Tensor:

@@ -50,7 +50,7 @@ from accelfn.model.optimizer import NamedParameters, prototype_of, rebuilt
 from accelfn.state.state import TrainState, check_state
 from accelfn.world import World
 from accelfn.world.axes import extents, fold_cp
-from accelfn.world.connection import clear_frames
+from accelfn.world.connection import Connection, clear_frames
 
 OptimizerFactory: TypeAlias = Callable[[NamedParameters], Optimizer]
 _ATEN = torch.ops.aten
@@ -282,7 +282,7 @@ def _state_after_step(module: nn.Module, optimizer: OptimizerFactory) -> TrainSt
             rates=None,
             data=None,
             setup=chain(),
-            world=World(),
+            world=World(group=Connection(None)),  # also in a job of several ranks
             name="state",
         ),
     )

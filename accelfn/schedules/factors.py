@@ -522,6 +522,8 @@ def _check_pure(factor: Schedule) -> None:
 
 _LEAST_PEAK = 0.01
 """If all factors are smaller, the schedule probably returns learning rates, not factors."""
+_NOTHING = 1e-9
+"""No schedule reaches a smaller factor above 0 so soon, except if it counts epochs."""
 _SHORT = 10
 """So many updates at a rate of 0 are normal at the end of a run, if its length was rounded."""
 _LONGEST = 10**8
@@ -532,9 +534,15 @@ def advise_of_rates(schedule: Schedule) -> None:
     """Warn about a schedule that probably returns learning rates instead of factors."""
     if isinstance(schedule, from_torch):
         return
-    peak = max(_factors(schedule), default=0.0)
-    if 0 < peak < _LEAST_PEAK:
-        name = qualname(schedule)
+    factors, name = list(_factors(schedule)), qualname(schedule)
+    peak = max(factors, default=0.0)
+    if any(0 < factor < _NOTHING for factor in factors[:100]):
+        advise(
+            f"schedule={name}: the factor is less than {_NOTHING} within the first 100 updates, so"
+            " training stops there. A schedule counts updates, not epochs. Divide for epochs:"
+            " lambda update: factor(update // data.updates_per_epoch)."
+        )
+    elif 0 < peak < _LEAST_PEAK:
         advise(
             f"schedule={name}: a schedule returns factors of the optimizer's learning rate, and"
             f" the largest factor here is only {peak:g}. If the function returns learning rates,"

@@ -2,7 +2,8 @@
 """Get modules, parameters and random numbers from a state."""
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 from typing import Literal, NoReturn, TypeAlias
 
 import torch
@@ -76,14 +77,39 @@ def params_at(
     raise ArgumentError(msg)
 
 
+class _Borrowing:
+    """The context manager that `borrow_model` returns. It is not the model itself."""
+
+    def __init__(self, block: AbstractContextManager[nn.Module]) -> None:
+        self._block = block
+
+    def __enter__(self) -> nn.Module:
+        return self._block.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        return self._block.__exit__(kind, error, trace)
+
+    def __call__(self, *_args: object) -> NoReturn:
+        msg = (
+            "af.borrow_model(state) returns a context manager, not a model. Write `with"
+            " af.borrow_model(state) as model:`, or af.snapshot_model(state) for a model that you"
+            " can keep."
+        )
+        raise StateError(msg)
+
+
 @explain_call_errors
-@contextmanager
 def borrow_model(
     state: TrainState,
     *,
     at: Literal["train", "eval"] | None = None,
     gather: bool = False,
-) -> Generator[nn.Module]:
+) -> AbstractContextManager[nn.Module]:
     """Use the state's parameters and buffers in a module, inside a `with` block.
 
     The module is a new instance with the state's own tensors, in training mode; call `.eval()`
@@ -106,6 +132,11 @@ def borrow_model(
     Cost:
         2 ms for 100 layers; no tensor is copied.
     """
+    return _Borrowing(_borrow(state, at=at, gather=gather))
+
+
+@contextmanager
+def _borrow(state: TrainState, *, at: str | None, gather: bool) -> Generator[nn.Module]:
     check_state("af.borrow_model(state)", state)
     params = params_at(state, "af.borrow_model(state)", at)
     if state.definition.layout is not None:

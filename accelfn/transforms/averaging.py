@@ -21,8 +21,8 @@ Params: TypeAlias = dict[str, torch.Tensor]
 
 
 _is_decay = satisfies(
-    lambda value: is_number(value) and 0 <= value <= 1,
-    "a decay between 0 and 1, such as 0.999",
+    lambda value: is_number(value) and 0.5 <= value <= 1,
+    "a decay from 0.5 to 1, the weight of the old average, such as 0.999",
 )
 
 
@@ -39,8 +39,7 @@ class ema:
     Acts on: init, after_update, eval_params.
 
     Args:
-        decay: the weight of the old average, from 0 (the average equals the parameters) to 1
-        (the average never changes).
+        decay: the weight of the old average, from 0.5 to 1 (the average never changes).
 
     Law:
         `average(T) = decay**T * p(0) + (1 - decay) * sum(decay**(T - t) * p(t))`. The average

@@ -38,7 +38,19 @@ from accelfn.world.place import Environment, Place, asked_size, read_place
 
 
 def _connection_of(group: "dist.ProcessGroup | Connection | None") -> Connection:
-    """Return a `Connection` as it is, or a new `Connection` with a process group."""
+    """Return a `Connection` as it is, or a new `Connection` with a process group.
+
+    Raises:
+        WorldError: there is no process group, but a launcher started several processes.
+    """
+    name, size = asked_size(os.environ)
+    if group is None and size > 1:
+        msg = (
+            f"World() without a process group is for one process, but {name} is {size}: each of"
+            f" the {size} ranks would train alone. Write world = af.World.from_env() instead, and"
+            " pass it to TrainState.create(world=world, ...)."
+        )
+        raise WorldError(msg)
     return group if isinstance(group, Connection) else Connection(group)
 
 
@@ -113,14 +125,6 @@ class World:
             WorldError: a launcher started several processes, this is a simulated rank, or the
                 device does not exist.
         """
-        name, size = asked_size(os.environ)
-        if size > 1:
-            msg = (
-                f"World.single() is for one process, but {name} is {size}: each of the {size}"
-                " ranks would train alone. Write world = af.World.from_env() instead, and pass"
-                " it to TrainState.create(world=world, ...)."
-            )
-            raise WorldError(msg)
         refuse_open_group()
         return cls(device=choose_device(device, local_rank=0))
 

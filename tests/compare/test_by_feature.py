@@ -19,7 +19,7 @@ from tests.waiting import HANGS
 pytestmark = pytest.mark.slow(together=True)  # what ran once
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/how-to/coming-from-accelerate.md"
+PAGE = ROOT / "docs/how-to/accelerate-features.md"
 MODULE = "tests.compare.features.by_accelerate"
 EXACT = {"rel": 1e-12, "abs": 1e-12}
 """Float64, of which sums are taken in another order on several ranks."""

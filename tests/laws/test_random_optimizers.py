@@ -191,7 +191,7 @@ def setups(draw: st.DrawFn) -> Setup:
         setters=tuple(setters),
         schedule=draw(st.booleans()),
         clips=() if frees else tuple(draw(st.lists(clip, max_size=2))),
-        decays=tuple(draw(st.lists(st.sampled_from([0.0, 0.5, 0.75]), max_size=2))),
+        decays=tuple(draw(st.lists(st.sampled_from([0.5, 0.75, 1.0]), max_size=2))),
         n=n,
         batch_size=draw(st.integers(1, 6)),
         seed=draw(st.integers(0, 99)),

@@ -68,7 +68,10 @@ def test_what_cannot_be_regrouped_is_refused():
     for options, said in (
         ({"elastic": 3}, r"elastic=3\): expected the smallest .* from 1 to 2"),
         ({"elastic": 1, "axes": {"dp_shard": 2}}, "Leave out axes= or elastic="),
-        ({"faults": [Crash(1, step=1, returns=2)]}, "Pass elastic=1, the smallest"),
+        (
+            {"faults": [Crash(1, step=1, returns=2)]},
+            "Pass elastic=n, so that the run continues",
+        ),
     ):
         with pytest.raises(af.errors.ArgumentError, match=said):
             simulate(2, not_elastic, **options)

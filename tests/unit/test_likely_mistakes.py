@@ -664,3 +664,93 @@ def test_a_mean_over_labels_that_a_model_took_is_told(ignored, parts, weighed, t
         for batch in af.batches(state, until_epoch=1):
             state, _ = step(state, batch)
     assert any("-100" in str(each.message) for each in caught) == told
+
+
+LOSSES = {
+    "mean": nn.functional.cross_entropy,
+    "sum": lambda x, y: nn.functional.cross_entropy(x, y, reduction="sum"),
+    "squares": lambda x, y: nn.functional.mse_loss(
+        x[:, 0], y.double(), reduction="sum"
+    ),
+    "mean / 1": lambda x, y: af.Loss(nn.functional.cross_entropy(x, y), 1),
+    "mean / n": lambda x, y: af.Loss(nn.functional.cross_entropy(x, y), len(y)),
+    "sum / n": lambda x, y: af.Loss(LOSSES["sum"](x, y), len(y)),
+    "sum / kept": lambda x, y: af.Loss(LOSSES["sum"](x, y), (y != -100).sum()),
+}
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_warn_of_a_reduction_if_gradients_depend_on_micro_batches(name, ignored):
+    """A loss that passes without a warning has the gradients of the whole batch in any parts."""
+    labels = torch.arange(12) % 2
+    labels[2:4] = -100 if ignored and name not in ("squares", "mean / 1") else 0
+
+    def loss(model, batch):
+        inputs, targets = batch
+        return LOSSES[name](model(inputs), targets)
+
+    def gradients(num_micro_batches):
+        state = af.TrainState.create(
+            model=lambda: nn.Linear(2, 2).double(),
+            optimizer=SGD,
+            data=af.Data((INPUTS.double(), labels), global_batch_size=12),
+            setup=af.accumulate(num_micro_batches=num_micro_batches),
+        )
+        _, grads = af.value_and_grad(loss)(state, next(iter(af.batches(state))))
+        return torch.cat([grad.flatten() for grad in grads.tensors.values()])
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        one, four = gradients(1), gradients(4)
+    differ = not torch.allclose(one, four, rtol=1e-12)
+    # 1/n of a mean is divided twice: wrong even if all parts are equal
+    assert bool(caught) == (differ or name == "mean / n"), [
+        str(w.message) for w in caught
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor", "told"),
+    [
+        (torch.float16, None, "float16"),
+        (torch.bfloat16, None, None),
+        (torch.float32, lambda epoch: 0.1**epoch, "counts updates, not epochs"),
+        (torch.float32, lambda update: 0.97**update, None),
+        (torch.float32, lambda update: max(0.0, 1 - update / 20), None),
+    ],
+)
+def test_values_that_vanish_are_told(dtype, factor, told):
+    """Parameters in float16, and a schedule of epochs."""
+    state = state_of(lambda: nn.Linear(2, 2).to(dtype), schedule=factor)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        af.make_step(lambda model, x: square(model, x.to(dtype)))(state, INPUTS)
+    assert [told in str(each.message) for each in caught] == [True] * (told is not None)
+
+
+def test_a_loss_that_keeps_a_graph_says_detach():
+    """A moving average over updates, with the graphs of earlier updates."""
+    kept = [torch.zeros(2)]
+
+    def loss(model, batch):
+        outputs = model(batch)
+        kept[0] = 0.9 * kept[0] + 0.1 * outputs.mean(0)
+        return (outputs - kept[0]).square().mean()
+
+    state, _ = af.make_step(loss)(state_of(), INPUTS)
+    with pytest.raises(RuntimeError) as caught:
+        af.make_step(loss)(state, INPUTS)
+    assert "detach()" in caught.value.__notes__[0]
+
+
+def test_a_borrowed_model_needs_a_block():
+    """Its context manager is not the model."""
+    with pytest.raises(af.errors.StateError, match="Write `with af.borrow_model"):
+        af.borrow_model(state_of())(INPUTS)
+
+
+def test_lists_of_a_pair_are_refused():
+    """Nested lists of numbers are not tensors."""
+    with pytest.raises(af.errors.DataError, match=r"torch\.tensor\(inputs\)"):
+        af.Data((INPUTS.tolist(), [0] * 12), global_batch_size=4)

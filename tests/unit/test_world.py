@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from contextlib import redirect_stderr
+from functools import partial
 from io import StringIO
 
 import attrs
@@ -154,11 +155,12 @@ def test_contradictory_variables(env, variables, words):
     assert not dist.is_initialized()
 
 
-def test_single_does_not_hide_a_world_of_many(env):
-    """World.single() under WORLD_SIZE=2 is refused: each rank would train alone."""
+@pytest.mark.parametrize("create", [af.World, partial(af.World.single, device="cpu")])
+def test_a_world_of_one_does_not_hide_a_world_of_many(env, create):
+    """A world without a group under WORLD_SIZE=2 is refused: each rank would train alone."""
     env(RANK=0, WORLD_SIZE=2)
     with pytest.raises(af.errors.WorldError, match=r"WORLD_SIZE is 2.*from_env"):
-        af.World.single(device="cpu")
+        create()
 
 
 def test_create_without_a_world_does_not_hide_a_world_of_many(env):
