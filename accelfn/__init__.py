@@ -69,7 +69,7 @@ _PUBLIC_MODULES = "errors", "orders", "schedules"
 _BUILTINS = ("compile",)
 
 # These names are imported at first use, because a program needs few of them. Do not add a
-# name that a module of this package also has: importing the module would replace the name.
+# function with the name of a module, such as `step`: importing the module would replace it.
 if _typing.TYPE_CHECKING:
     __version__: str
     from accelfn import megatron as megatron

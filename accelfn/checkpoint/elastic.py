@@ -246,7 +246,10 @@ def source_of(
 def unmerged_source(
     state: TrainState, manifest: Manifest, folder: Path | str, *, verify: bool = True
 ) -> Source:
-    """Return this rank's source, before slots of saved ranks are merged; this reads no file."""
+    """Return what this rank reads of a checkpoint, without merging slots. Reads no file.
+
+    The checkpoint may have one slot for each rank that saved it.
+    """
     world = state.world
     source = Source(
         folder=folder,

@@ -275,7 +275,8 @@ def _check_kept(
     if unknown:
         msg = (
             f"{folder} has the optimizer state of parameters that this model lacks:"
-            f" {list_names(unknown)}. Create the state with the saved model."
+            f" {list_names(unknown)}. Create the state with a model"
+            " that has the saved model's parameters."
         )
         raise CheckpointError(msg)
     fresh_entries = entries_of(state.definition.optimizer, state.definition.skeleton)

@@ -444,7 +444,7 @@ class Manifest:
             raise CheckpointCorruptError(msg) from error
         msg = (
             f"the checkpoint has format {version}, but this version of accelfn reads format"
-            f" {FORMAT}. Use the version that wrote the checkpoint, or a newer version."
+            f" {FORMAT}. Install the version that wrote the checkpoint."
         )
         raise CheckpointError(msg)
 

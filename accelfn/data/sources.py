@@ -441,7 +441,7 @@ class Joined:
         return samples
 
     def batch(self, indices: Indices, begin: Begin) -> Any:
-        """Return a batch; if all sources are tensors, without a list of samples."""
+        """Return a batch. If all sources are tensors, index them without a list of samples."""
         structures = {
             str(tree_structure(part.tensors)) if isinstance(part, Rows) else None
             for part in self.parts

@@ -243,7 +243,7 @@ class wrap_deepspeed:
             raise WorldError(msg)
 
     def _check_grads(self, state: TrainState) -> None:
-        """Raise an error for transforms that read gradients, because DeepSpeed keeps them."""
+        """Raise if a transform reads gradients, because DeepSpeed does not return them."""
         for owner in state.setup.owners["grads"]:
             if not {"clips", "skips_alone"} & chain(owner).facts.keys():
                 hint = (

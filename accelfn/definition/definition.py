@@ -212,7 +212,7 @@ def check_setup(setup: chain, world: World) -> None:
     Raises:
         CompositionError: a transform needs another transform that is missing.
         WorldError: ranks along an axis would all do the same work.
-        ModelError: a transform does not work on the meta device of the world.
+        ModelError: the world's device is "meta", and a transform does not work on it.
     """
     fields = {field for field, owners in setup.owners.items() if owners}
     check_needs(setup, fields | setup.facts.keys())

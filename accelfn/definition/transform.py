@@ -180,22 +180,22 @@ FACTS: Mapping[str, str] = {
     " micro-batch has its own backward pass",
     "offloads": "shards of parameters are in host memory, and another device computes with them",
     "one_graph": "torch.compile traces the whole loss function as one graph",
-    "owes": "a function that gets a state and its slot, and returns whether the parameters of"
-    " the ranks differ until `finalize` is called",
+    "owes": "a function that gets a state and the transform's slot, and returns whether the"
+    " ranks now have different parameters, which `finalize` makes equal",
     "recomputes": "modules run again in the backward pass",
     "sees_skips": "accelfn also calls `after_update` after a skipped update",
-    "skips_alone": "the method `grads` only skips updates that are not finite. An engine can do"
-    " this instead",
-    "skips_on_device": "accelfn also calls `after_update` if only the device knows whether the"
-    " update is skipped",
+    "skips_alone": "the method `grads` does nothing but skip updates with infinite or NaN"
+    " gradients. An engine may skip these updates itself, and not call `grads`",
+    "skips_on_device": "a tensor on the device says whether the update is skipped, so accelfn"
+    " always calls `after_update`",
     "small_buckets": "buckets are smaller than 1 MiB",
     "splits_layers": "a function that gets a module and a world, and splits the layers over the"
     ' ranks along "tp"',
     "splits_sequences": 'each rank along "cp" gets a part of every sequence',
-    "stays": "gradients are not reduced over all ranks, at most within a copy of the model. A"
+    "stays": "gradients are not averaged over the copies of the model, and the copies differ. A"
     " transform with `reduce = None` has this fact",
     "steps_in_backward": "the optimizer updates parameters during the backward pass",
-    "within": "gradients are averaged only along this axis",
+    "within": "the name of an axis. Gradients are averaged only along this axis",
     "whole_gradients": "each rank keeps full gradients until the last micro-batch",
 }
 """The facts that a transform can declare in `tells`, and their meaning."""

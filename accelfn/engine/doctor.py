@@ -192,8 +192,8 @@ def _advise_reduction(samples: Samples, read: ReadLoss) -> None:
     elif reduction == _SUM:
         advise(_advice_of("sum"))
     elif reduction == _MEAN and not samples.lone and hasattr(node, "_saved_target"):
-        ignored = node._saved_ignore_index - 2**64
-        if bool((node._saved_target == ignored).any()):
+        # saved as an unsigned number of 64 bits
+        if bool((node._saved_target == node._saved_ignore_index - 2**64).any()):
             advise(_advice_of("ignored"))
 
 

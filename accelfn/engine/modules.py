@@ -193,7 +193,7 @@ def _forward(twin: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     kind = inputs.device.type
     if torch.is_autocast_enabled(kind):
         inputs = inputs.to(torch.get_autocast_dtype(kind))
-    # torchao would cast the inputs too, but only on CUDA, and by a deprecated call
+    # the inputs are cast above, because torchao casts only on CUDA, and by a deprecated call
     with torch.autocast("cuda", enabled=False):
         return twin.forward(inputs)
 
@@ -418,8 +418,8 @@ def sync_norms(module: nn.Module, ranks: World, owner: str, *, compiles: bool) -
         if type(layer).forward not in _OWN_FORWARDS or "forward" in vars(layer):
             msg = (
                 f"{owner}: {path!r} is a {type(layer).__name__} with a custom forward, which"
-                " would not run any more. If another transform replaced its forward, put"
-                f" {owner} before that transform in the chain."
+                f" {owner} would replace. If another transform set this forward, put {owner}"
+                " before it in the chain. Otherwise use a layer of torch.nn."
             )
             raise ModelError(msg)
         chosen = getattr(layer, "process_group", None)

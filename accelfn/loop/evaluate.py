@@ -65,7 +65,7 @@ def evaluate(
         data: read in the order of the dataset. `shuffle` and `remainder` are ignored,
             because they have no effect on a mean over all samples.
         fn: a function `(model, batch, *extras)` that returns a scalar mean over the batch, a
-            dict of such means by name, or `af.Loss(total, weight, name=total)`. The model is in
+            dict of such means by name, or an `af.Loss`. The model is in
             evaluation mode, without gradients, with the precision of the setup. If `fn` returns
             one mean, its name in the result is the name of `fn`, such as `accuracy`. It is
             "loss" if that name ends in loss or loss_fn, and "value" for a lambda.
@@ -82,9 +82,11 @@ def evaluate(
     Raises:
         ReplicaMismatchError: ranks have different samples, or a different order of samples.
         StateError: `fn` changed parameters in place.
-        LossError: `fn` returned a value that is not a scalar, a dict or `af.Loss`. accelfn
-            warns about an integer tensor, because it is probably a count and not a mean, and
-            about a mean over a batch if the data's `collate` dropped samples of the batch.
+        LossError: `fn` returned a value that is not a scalar, a dict or `af.Loss`.
+
+    Warns:
+        `fn` returned an integer tensor, which is probably a count and not a mean. Or it returned
+        a mean over a batch, and the data's `collate` dropped samples of the batch.
     """
     check_state("af.evaluate(state, data, fn)", state)
     total, evaluation = Metrics({}), _Evaluation(state, fn, extras)

@@ -93,8 +93,8 @@ def stopping(
 
     If no signal was recorded, the process continues after the block. A signal that arrived after
     the last `requested()` is sent again at the end of the block. If an error ends the block, the
-    signal is sent again only if the program had its own handler for it, and if the signal did
-    not cause the error. The default action of the signal would hide the error.
+    signal is not sent again, because its default action would hide the error. It is sent again
+    if the program had its own handler for the signal, and the signal did not cause the error.
 
     A rank that waits in a collective records a signal only after the collective. If another
     rank may hang, pass a `World.from_env(timeout=...)` that is shorter than the scheduler's time

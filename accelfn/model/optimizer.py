@@ -263,8 +263,8 @@ class combine_optimizers:
                 rest.append(name)
         if rest:
             msg = (
-                f"{self!r}: parameters belong to no part: {list_names(rest)}. Add"
-                " (..., factory) as the last part, or freeze them with requires_grad_(False)."
+                f"{self!r}: parameters belong to no pair: {list_names(rest)}. Add"
+                " (..., factory) as the last pair, or freeze them with requires_grad_(False)."
             )
             raise OptimizerError(msg)
         optimizers: list[Optimizer] = []
@@ -272,8 +272,8 @@ class combine_optimizers:
             if not share:
                 some = ", ".join(name for name, _ in named[:3])
                 msg = (
-                    f"{self!r}: part {i} gets none of the {len(named)} trainable parameters"
-                    f" (such as {some}). Its predicate is never true, or earlier parts get these"
+                    f"{self!r}: pair {i} gets none of the {len(named)} trainable parameters"
+                    f" (such as {some}). Its predicate is never true, or earlier pairs get these"
                     " parameters."
                 )
                 raise OptimizerError(msg)
@@ -299,13 +299,13 @@ def _check_part(i: int, part: Any, *, is_last: bool) -> None:
     elif not callable(factory):
         problem = f"has {factory!r}; expected {_FACTORY}"
     elif predicate is ... and not is_last:
-        problem = "has the predicate `...`, which only the last part can have"
+        problem = "has the predicate `...`, which only the last pair can have"
     elif predicate is not ... and not callable(predicate):
         problem = (
             f"has {predicate!r}; expected a function of (name, parameter), or `...`"
         )
     if problem:
-        msg = f"af.combine_optimizers: part {i} {problem}."
+        msg = f"af.combine_optimizers: pair {i} {problem}."
         raise ArgumentError(msg)
 
 
@@ -316,7 +316,7 @@ def _create_part(
     optimizer = factory(share)
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
-        msg = f"{owner!r}: the factory of part {i} returned {kind}; expected a torch optimizer."
+        msg = f"{owner!r}: the factory of pair {i} returned {kind}; expected a torch optimizer."
         raise OptimizerError(msg)
     names = {id(param): name for name, param in share}
     params = _all_params(optimizer)
@@ -327,8 +327,8 @@ def _create_part(
         lacks = f" It lacks {', '.join(absent[:5])}." if absent else ""
         more = f" It has {len(shapes)} others (shapes {shapes[:5]})." if shapes else ""
         msg = (
-            f"{owner!r}: the {kind} of part {i} must have exactly the parameters that its factory"
-            f" gets.{lacks}{more}"
+            f"{owner!r}: the factory of pair {i} returned {kind} with other parameters than it"
+            f" got.{lacks}{more} Pass all parameters that the factory gets to the optimizer."
         )
         raise OptimizerError(msg)
     return optimizer

@@ -131,7 +131,7 @@ def _named_tensors(
 
 
 def _blocks(model: nn.Module) -> set[int]:
-    """Return the ids of the outermost blocks."""
+    """Return the ids of the outermost modules that must be on one device."""
     kinds: Any = [getattr(m, "_no_split_modules", None) for m in model.modules()]
     names = {name for some in kinds for name in some or ()}
     ids = set[int]()

@@ -135,7 +135,8 @@ class Exchange:
         pending, residual, total = start_mean(
             flight["values"].wait(), self.ranks, self.bits, flat.dtype, label=self.label
         )
-        # this rank keeps the rounding error of its part of the mean, for all ranks
+        # only this rank stores the rounding error of its part of the mean; times the number of
+        # ranks, because the next mean divides by it
         size = residual.numel()
         begin = self.ranks.rank * size
         rest = residual[: max(0, min(size, flat.numel() - begin))] * self.ranks.size

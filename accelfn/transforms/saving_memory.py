@@ -115,10 +115,12 @@ _LARGE = 65_536  # elements; copying fewer elements costs less than comparing th
 
 
 class _Buffers:
-    """Lets the second forward pass of a module see and change only copies of its buffers.
+    """Lets a recomputed forward pass see and change only copies of the module's buffers.
 
-    The copies have the values from before the first pass. Copies are kept of all small buffers,
-    and of large buffers that the first pass changed. Values are compared to detect a change,
+    With activation checkpointing, a module runs forward again during the backward pass. Without
+    the copies, it would update its buffers twice. The copies have the values from before the
+    first pass. Copies are kept of all small buffers, and of large buffers that the first pass
+    changed. Values are compared to detect a change,
     because batch normalization writes without incrementing the version of a tensor.
     """
 

@@ -95,9 +95,9 @@ def machine_of(env: Environment, place: Place) -> int:
     if rest or machine < 0 or place.size % place.local_size:
         msg = (
             f"Rank {place.rank} of {place.size} has local rank {place.local_rank} of"
-            f" {place.local_size}, so accelfn cannot compute the number of this machine: ranks do"
-            " not fill equal machines one after the other. Let mpirun map ranks by slot"
-            " (--map-by slot), or set GROUP_RANK to the machine's number, 0 or more."
+            f" {place.local_size}. So either machines have different numbers of ranks, or the ranks"
+            " of a machine are not consecutive, and accelfn cannot compute the machine's number."
+            " Start mpirun with --map-by slot, or set GROUP_RANK to the machine's number (0, 1, …)."
         )
         raise WorldError(msg)
     return machine

@@ -211,17 +211,18 @@ class World:
         return self.rank == 0
 
     def along(self, *names: str) -> "World":
-        """Return the ranks along some axes, as a world: their other coordinates are equal.
+        """Return a world of the ranks that differ from this rank only along some axes.
 
         You can pass the result to every collective, and to `print_once` and `barrier`. Its
-        `rank` and `size` count only these ranks. Along an axis that this world does not have,
-        there is one rank.
+        `rank` and `size` count only these ranks. An axis that this world does not have
+        has size 1.
 
         Args:
             names: the name of an axis, or the names of several neighboring axes.
 
         Raises:
-            ArgumentError: a name is unknown, or the axes are not neighbors.
+            ArgumentError: a name is not the name of an axis in accelfn, or the axes are not
+            neighbors.
         """
         for name in names:
             arithmetic.check_name("World.along", name)

@@ -139,7 +139,7 @@ def test_one_of_two_processes_holds_a_lock(racers, tmp_path):
         assert said.count("held") == 1
         holder = racers[said.index("held")].process.pid
         refusal = next(text for text in said if text != "held")
-        assert f":{holder} since" in refusal
+        assert f"process {holder} on" in refusal
         for each in racers:
             each.pipe.send("let go")
             assert heard(each.pipe) == "released"
@@ -153,7 +153,7 @@ def test_a_killed_holder_is_taken_over(racers, tmp_path, capfd):
     assert heard(holder.pipe) == "held"
     store = af.CheckpointStore(tmp_path)
     with pytest.raises(
-        af.errors.DirectoryInUseError, match=f":{holder.process.pid} since"
+        af.errors.DirectoryInUseError, match=f"process {holder.process.pid} on"
     ):
         store.save(state_of(1))
     os.kill(holder.process.pid, signal.SIGKILL)

@@ -248,17 +248,17 @@ def test_its_printing_names_functions():
     ("parts", "why"),
     [
         ((), "pairs, such as"),
-        ((ADAMW,), "part 0 .*pair"),
-        (((is_matrix, ADAMW, 3),), "part 0 .*pair"),
+        ((ADAMW,), "pair 0 .*pair"),
+        (((is_matrix, ADAMW, 3),), "pair 0 .*pair"),
         (
             ((..., ADAMW), (is_matrix, MUON)),
-            "part 0 .*which only the last part can have",
+            "pair 0 .*which only the last pair can have",
         ),
-        ((("weight", ADAMW),), "part 0 has 'weight'.*function of"),
-        (((is_matrix, 3),), "part 0 has 3.*factory"),
+        ((("weight", ADAMW),), "pair 0 has 'weight'.*function of"),
+        (((is_matrix, 3),), "pair 0 has 3.*factory"),
         (
             ((..., ADAMW(list(net().named_parameters()))),),
-            "part 0 has a created optimizer, AdamW.*factory",
+            "pair 0 has a created optimizer, AdamW.*factory",
         ),
     ],
 )
@@ -281,14 +281,14 @@ def some(named):
     [
         (
             ((is_matrix, MUON),),
-            r"parameters belong to no part.*0\.bias, 2\.bias.*factory",
+            r"parameters belong to no pair.*0\.bias, 2\.bias.*factory",
         ),
         (((..., MUON),), "2D"),
-        (((lambda *_: True, ADAMW), (..., ADAMW)), r"part 1 gets none .*0\.weight"),
-        (((lambda *_: None, ADAMW), (..., ADAMW)), "part 0 gets none"),
-        (((..., lambda _: None),), "part 0 returned NoneType"),
-        (((is_matrix, MUON), (..., others)), r"part 1 must .*lacks .*has 4 others"),
-        (((is_matrix, some), (..., ADAMW)), r"part 0 must .*lacks 2\.weight"),
+        (((lambda *_: True, ADAMW), (..., ADAMW)), r"pair 1 gets none .*0\.weight"),
+        (((lambda *_: None, ADAMW), (..., ADAMW)), "pair 0 gets none"),
+        (((..., lambda _: None),), "pair 0 returned NoneType"),
+        (((is_matrix, MUON), (..., others)), r"pair 1 returned .*lacks .*has 4 others"),
+        (((is_matrix, some), (..., ADAMW)), r"pair 0 returned .*lacks 2\.weight"),
         (((..., lambda named: optim.LBFGS([p for _, p in named])),), "LBFGS .*closure"),
     ],
 )

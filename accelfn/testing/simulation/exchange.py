@@ -712,7 +712,7 @@ class SimulatedWork(Work):
         return all(self._exchange.is_done(*pair) for pair in pending) and self.wait()
 
     def get_future(self) -> "torch.futures.Future[Any]":
-        """Return a completed future. A wait in C++ would not let other ranks run."""
+        """Wait here, and return a completed future: other ranks cannot run while C++ waits."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._returned)

@@ -327,8 +327,8 @@ class Regroup:
             raise SimulationError(msg)
         for rank in self._late:
             msg = (
-                f"Rank {rank} returned, but the other ranks ended without it. Let the other ranks"
-                " call af.regroup(state) after the update of Crash(returns=)."
+                f"Rank {rank} came back after its crash, but the other ranks ended without it. Let"
+                " them call af.regroup(state) after the update that Crash(returns=) names."
             )
             raise SimulationError(msg)
 
