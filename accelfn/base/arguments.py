@@ -598,6 +598,22 @@ def _format_argument(value: object) -> str:
     return f"<{type(value).__name__}>"
 
 
+def package(module: str, *, call: str, extra: str, error: type[Exception]) -> Any:
+    """Import a module that an optional extra of accelfn installs.
+
+    Raises:
+        error: the module cannot be imported; the message says what to install.
+    """
+    try:
+        return import_module(module)
+    except ImportError as cause:
+        msg = (
+            f"{call}: the module {module} cannot be imported ({cause}). Install it:"
+            f' python -m pip install "accelfn[{extra}]".'
+        )
+        raise error(msg) from cause
+
+
 # Warnings about valid calls that are likely mistakes.
 #
 # All these warnings have the class `AccelfnWarning`. To turn these warnings into errors, call

@@ -191,10 +191,16 @@ def _advise_reduction(samples: Samples, read: ReadLoss) -> None:
             advise(_advice_of("mean-total"))
     elif reduction == _SUM:
         advise(_advice_of("sum"))
-    elif reduction == _MEAN and not samples.lone and hasattr(node, "_saved_target"):
-        # saved as an unsigned number of 64 bits
-        if bool((node._saved_target == node._saved_ignore_index - 2**64).any()):
-            advise(_advice_of("ignored"))
+    elif reduction == _MEAN and not samples.lone and _ignores_targets(node):
+        advise(_advice_of("ignored"))
+
+
+def _ignores_targets(node: Any) -> bool:
+    """Return whether a cross entropy ignored some targets, by its node in the graph."""
+    # the node has ignore_index as an unsigned number of 64 bits
+    return hasattr(node, "_saved_target") and bool(
+        (node._saved_target == node._saved_ignore_index - 2**64).any()
+    )
 
 
 def _advise_token_weights(batch: Any) -> None:

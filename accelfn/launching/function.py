@@ -20,7 +20,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate
 
-import cloudpickle
 import torch
 
 from accelfn.errors import ArgumentError, LaunchError, RankFailedError, WorldError
@@ -154,6 +153,9 @@ def _write_call(
     args: tuple[Any, ...],
     options: Mapping[str, Any],
 ) -> None:
+    cloudpickle = arguments.package(
+        "cloudpickle", call="af.launch", extra="interactive", error=LaunchError
+    )
     try:
         call = cloudpickle.dumps((fn, args))
     except Exception as error:

@@ -14,7 +14,6 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tomlkit
 from attrs import field, frozen
 
 from accelfn.errors import ArgumentError, LaunchError
@@ -521,6 +520,9 @@ def configure(
 
 def edit_settings(text: str, settings: Mapping[str, Any]) -> str:
     """Return a file's text with new settings, and with its comments, order and blank lines."""
+    tomlkit = arguments.package(
+        "tomlkit", call="accelfn config", extra="interactive", error=LaunchError
+    )
     document = tomlkit.parse(text)
     table: Any = document.setdefault(TABLE, tomlkit.table())
     for name in [key for key in table if key not in settings]:

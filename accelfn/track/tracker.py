@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from importlib import import_module
 from itertools import chain, count
 from types import TracebackType
@@ -21,8 +22,6 @@ import attrs
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich import progress as bars
-from rich.console import Console
 
 from accelfn import Metrics, World
 from accelfn.errors import (
@@ -623,20 +622,8 @@ def peak_memory_bytes(world: World) -> int:
 # Import the packages of backends when a tracker needs them.
 
 
-def package(module: str, *, extra: str) -> Any:
-    """Import a module that an optional extra of accelfn installs.
-
-    Raises:
-        TrackingError: the module cannot be imported; the message says what to install.
-    """
-    try:
-        return import_module(module)
-    except ImportError as error:
-        msg = (
-            f"af.track: the module {module} cannot be imported ({error}). Install it:"
-            f' python -m pip install "accelfn[{extra}]".'
-        )
-        raise TrackingError(msg) from error
+package = partial(arguments.package, call="af.track", error=TrackingError)
+"""Imports a module that an optional extra of accelfn installs."""
 
 
 def picture(image: Pixels, *, extra: str) -> Any:
@@ -700,7 +687,6 @@ def in_memory(*, world: World) -> Tracker:
 # `progress`: a progress bar for a terminal or a notebook.
 
 
-_TIMES = bars.TimeElapsedColumn(), bars.TimeRemainingColumn()
 _EVERY = 0.1
 """Seconds between two updates of a bar in a notebook; rich uses the same on a terminal."""
 
@@ -718,6 +704,9 @@ def progress(work: Iterable[T], *, world: World, label: str = "") -> Iterator[T]
         world: the run's world.
         label: the text before the bar.
 
+    Raises:
+        TrackingError: the package rich is not installed; it belongs to the extra `interactive`.
+
     Example:
         >>> list(progress(range(3), world=World.single(), label="training"))
         [0, 1, 2]
@@ -725,11 +714,12 @@ def progress(work: Iterable[T], *, world: World, label: str = "") -> Iterator[T]
     if not isinstance(work, Iterable):
         msg = f"af.track.progress({work!r}): expected an iterable."
         raise ArgumentError(msg)
-    return _with_a_bar(work, label) if world.is_main else iter(work)
+    bars = package("rich.progress", extra="interactive")
+    return _with_a_bar(work, label, bars) if world.is_main else iter(work)
 
 
-def _with_a_bar(work: Iterable[T], label: str) -> Iterator[T]:
-    console = Console(stderr=True)
+def _with_a_bar(work: Iterable[T], label: str, bars: Any) -> Iterator[T]:
+    console = bars.Console(stderr=True)
     if not (console.is_terminal or console.is_jupyter):
         yield from work
         return
@@ -738,10 +728,9 @@ def _with_a_bar(work: Iterable[T], label: str) -> Iterator[T]:
     except (ArgumentError, TypeError):  # endless batches, or a DataLoader of a stream
         total = None
     columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.MofNCompleteColumn(),
-        *_TIMES,
+        *(bars.TextColumn("{task.description}"), bars.BarColumn()),
+        *(bars.MofNCompleteColumn(), bars.TimeElapsedColumn()),
+        bars.TimeRemainingColumn(),
     )
     if console.is_jupyter:
         yield from _in_cell(work, bars.Progress(*columns, disable=True), total, label)
@@ -751,9 +740,7 @@ def _with_a_bar(work: Iterable[T], label: str) -> Iterator[T]:
         yield from bar.track(iter(work), total=total, description=label)
 
 
-def _in_cell(
-    work: Iterable[T], bar: bars.Progress, total: int | None, label: str
-) -> Iterator[T]:
+def _in_cell(work: Iterable[T], bar: Any, total: int | None, label: str) -> Iterator[T]:
     """Yield items with a bar in a notebook's cell; rich's own bar needs ipywidgets."""
     task = bar.add_task(label, total=total)
     last, num_done = time.monotonic(), 0
@@ -773,14 +760,21 @@ def _in_cell(
 
 @contextmanager
 def bar_of_bytes(label: str, total: int) -> Generator[Callable[[int], object]]:
-    """Show a progress bar in bytes; call the yielded function with the bytes just done."""
+    """Show a progress bar in bytes; call the yielded function with the bytes just done.
+
+    Without the package rich, no bar is shown.
+    """
+    try:
+        bars = import_module("rich.progress")
+    except ImportError:
+        yield lambda _: None
+        return
     columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.DownloadColumn(),
-        *_TIMES,
+        *(bars.TextColumn("{task.description}"), bars.BarColumn()),
+        *(bars.DownloadColumn(), bars.TimeElapsedColumn()),
+        bars.TimeRemainingColumn(),
     )
-    console = Console(stderr=True)
+    console = bars.Console(stderr=True)
     # transient: remove the bar at the end, because the program prints its result
     with bars.Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal

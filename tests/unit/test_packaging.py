@@ -13,6 +13,7 @@ import pytest
 
 import accelfn as af
 from tests.budget import at_night
+from tests.internals import configure
 from tests.waiting import HANGS
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +78,47 @@ def test_a_star_takes_the_public_names():
     assert af.__all__ == sorted(names)
     assert {"World", "ema", "schedules", "track"} <= set(names)
     assert set() == {"base", "cli", "loop", "compile"} & set(names)
+
+
+OPTIONAL = "cloudpickle", "hypothesis", "pytest", "rich", "tomlkit", "torchdata"
+
+
+def test_a_step_imports_no_optional_package(tmp_path):
+    """Nor torchdata: only streams with a state read through it."""
+    program = (
+        "import sys, torch, accelfn as af\n"
+        "data = af.Data(torch.ones(4, 2), global_batch_size=2)\n"
+        "state = af.TrainState.create(\n"
+        "    model=lambda: torch.nn.Linear(2, 1), optimizer=torch.optim.AdamW, data=data)\n"
+        "step = af.make_step(lambda model, batch: model(batch).mean())\n"
+        "for batch in af.batches(state, until_epoch=1): state, _ = step(state, batch)\n"
+        "af.save(state, 'saved')\n"
+        f"print({{*{OPTIONAL}}} & {{*sys.modules}})"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert run("-c", program, cwd=tmp_path, env=environment) == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("hidden", "call"),
+    [
+        ("cloudpickle", lambda _: af.launch(1, print)),
+        ("rich.progress", lambda _: af.track.progress([], world=af.World())),
+        (
+            "tomlkit",
+            lambda folder: configure(
+                folder / "accelfn.toml", ["nproc=2"], default=False
+            ),
+        ),
+    ],
+)
+def test_a_missing_package_names_its_extra(hidden, call, monkeypatch, tmp_path):
+    """What a light install lacks is named by the call that needs it."""
+    monkeypatch.setitem(sys.modules, hidden, None)
+    with pytest.raises(
+        af.errors.Error, match=r"pip install \"accelfn\[interactive\]\""
+    ):
+        call(tmp_path)
 
 
 @pytest.mark.slow
