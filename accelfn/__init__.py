@@ -15,76 +15,57 @@ start here:
 import typing as _typing
 from importlib.metadata import PackageNotFoundError as _NotFound
 from importlib.metadata import version as _version
-from types import ModuleType as _Module
 
-from accelfn import errors as errors
-from accelfn import orders as orders
-from accelfn import schedules as schedules
+from accelfn import errors as _errors
 from accelfn.base.arguments import find_hint as _find_hint
 from accelfn.base.arguments import import_later as _import_later
 from accelfn.base.arguments import names_for_later as _names_for_later
-from accelfn.base.tree import Pending as Pending
-from accelfn.collectives.packed import barrier as barrier
-from accelfn.collectives.trees import all_gather as all_gather
-from accelfn.collectives.trees import all_gather_objects as all_gather_objects
-from accelfn.collectives.trees import all_ranks as all_ranks
-from accelfn.collectives.trees import all_reduce as all_reduce
-from accelfn.collectives.trees import all_to_all as all_to_all
-from accelfn.collectives.trees import any_rank as any_rank
-from accelfn.collectives.trees import broadcast as broadcast
-from accelfn.collectives.trees import broadcast_object as broadcast_object
-from accelfn.collectives.trees import pad_across as pad_across
-from accelfn.collectives.trees import scatter as scatter
-from accelfn.collectives.trees import start_all_reduce as start_all_reduce
-from accelfn.data import Batch as Batch
-from accelfn.data import Data as Data
-from accelfn.data import token_budget as token_budget
-from accelfn.data.stream import join_uneven as join_uneven
-from accelfn.definition.transform import Transform as Transform
-from accelfn.definition.transform import chain as chain
-from accelfn.definition.transform import transform as transform
-from accelfn.loop.batches import batches as batches
-from accelfn.loop.batches import seek as seek
-from accelfn.loop.run import stopping as stopping
-from accelfn.model.optimizer import combine_optimizers as combine_optimizers
-from accelfn.state.results import Grads as Grads
-from accelfn.state.results import Loss as Loss
-from accelfn.state.results import Metrics as Metrics
-from accelfn.state.state import TrainState as TrainState
-from accelfn.state.update import Update as Update
-from accelfn.state.views import borrow_model as borrow_model
-from accelfn.state.views import eval_params as eval_params
-from accelfn.state.views import fork_rng as fork_rng
-from accelfn.state.views import snapshot_model as snapshot_model
-from accelfn.step.step import apply_grads as apply_grads
-from accelfn.step.step import finalize as finalize
-from accelfn.step.step import make_step as make_step
-from accelfn.step.step import prepare_engine as prepare_engine
-from accelfn.step.step import release_engine as release_engine
-from accelfn.step.step import sync_grads as sync_grads
-from accelfn.step.value_and_grad import value_and_grad as value_and_grad
-from accelfn.world import World as World
 
-_PUBLIC_MODULES = "errors", "orders", "schedules"
 _BUILTINS = ("compile",)
 
-# These names are imported at first use, because a program needs few of them. Do not add a
-# function with the name of a module, such as `step`: importing the module would replace it.
+# All names are imported at first use. So `import accelfn` is fast, and a program imports only
+# what it needs. Do not add a function with the name of a module, such as `step`: importing the
+# module would replace the function.
 if _typing.TYPE_CHECKING:
     __version__: str
+    from accelfn import errors as errors
     from accelfn import megatron as megatron
+    from accelfn import orders as orders
+    from accelfn import schedules as schedules
     from accelfn import track as track
     from accelfn import typing as typing
+    from accelfn.base.tree import Pending as Pending
     from accelfn.checkpoint import CheckpointStore as CheckpointStore
     from accelfn.checkpoint import load as load
     from accelfn.checkpoint import load_part as load_part
     from accelfn.checkpoint import regroup as regroup
     from accelfn.checkpoint import save as save
     from accelfn.checkpoint import with_world as with_world
+    from accelfn.collectives.packed import barrier as barrier
+    from accelfn.collectives.trees import all_gather as all_gather
+    from accelfn.collectives.trees import all_gather_objects as all_gather_objects
+    from accelfn.collectives.trees import all_ranks as all_ranks
+    from accelfn.collectives.trees import all_reduce as all_reduce
+    from accelfn.collectives.trees import all_to_all as all_to_all
+    from accelfn.collectives.trees import any_rank as any_rank
+    from accelfn.collectives.trees import broadcast as broadcast
+    from accelfn.collectives.trees import broadcast_object as broadcast_object
+    from accelfn.collectives.trees import pad_across as pad_across
+    from accelfn.collectives.trees import scatter as scatter
+    from accelfn.collectives.trees import start_all_reduce as start_all_reduce
+    from accelfn.data import Batch as Batch
+    from accelfn.data import Data as Data
+    from accelfn.data import token_budget as token_budget
+    from accelfn.data.stream import join_uneven as join_uneven
     from accelfn.deepspeed.transform import wrap_deepspeed as wrap_deepspeed
+    from accelfn.definition.transform import Transform as Transform
+    from accelfn.definition.transform import chain as chain
+    from accelfn.definition.transform import transform as transform
     from accelfn.interop.accelerate import import_state as import_state
     from accelfn.interop.torch_files import import_torch_weights as import_torch_weights
     from accelfn.launching.function import launch as launch
+    from accelfn.loop.batches import batches as batches
+    from accelfn.loop.batches import seek as seek
     from accelfn.loop.control import assert_replicas_agree as assert_replicas_agree
     from accelfn.loop.control import logger as logger
     from accelfn.loop.control import main_first as main_first
@@ -104,9 +85,27 @@ if _typing.TYPE_CHECKING:
     from accelfn.loop.run import epochs as epochs
     from accelfn.loop.run import run as run
     from accelfn.loop.run import salvage as salvage
+    from accelfn.loop.run import stopping as stopping
+    from accelfn.model.optimizer import combine_optimizers as combine_optimizers
     from accelfn.model.optimizer import lomo as lomo
     from accelfn.placing.placed import on_devices as on_devices
     from accelfn.placing.plan import plan_devices as plan_devices
+    from accelfn.state.results import Grads as Grads
+    from accelfn.state.results import Loss as Loss
+    from accelfn.state.results import Metrics as Metrics
+    from accelfn.state.state import TrainState as TrainState
+    from accelfn.state.update import Update as Update
+    from accelfn.state.views import borrow_model as borrow_model
+    from accelfn.state.views import eval_params as eval_params
+    from accelfn.state.views import fork_rng as fork_rng
+    from accelfn.state.views import snapshot_model as snapshot_model
+    from accelfn.step.step import apply_grads as apply_grads
+    from accelfn.step.step import finalize as finalize
+    from accelfn.step.step import make_step as make_step
+    from accelfn.step.step import prepare_engine as prepare_engine
+    from accelfn.step.step import release_engine as release_engine
+    from accelfn.step.step import sync_grads as sync_grads
+    from accelfn.step.value_and_grad import value_and_grad as value_and_grad
     from accelfn.transforms.accumulate import accumulate as accumulate
     from accelfn.transforms.accumulate import micro_batches as micro_batches
     from accelfn.transforms.averaging import ema as ema
@@ -140,6 +139,7 @@ if _typing.TYPE_CHECKING:
     from accelfn.weights.export import save_pretrained as save_pretrained
     from accelfn.weights.importing import empty_weights as empty_weights
     from accelfn.weights.importing import import_model as import_model
+    from accelfn.world import World as World
 else:  # hidden from type checkers, so that they report misspelt names
 
     def __getattr__(name: str) -> object:
@@ -155,14 +155,12 @@ else:  # hidden from type checkers, so that they report misspelt names
             return [public for public in __dir__() if public not in _BUILTINS]
         if name in _names_for_later(__name__):
             return _import_later(__name__, name)
-        error_hint = f"write af.errors.{name}" if hasattr(errors, name) else None
+        error_hint = f"write af.errors.{name}" if hasattr(_errors, name) else None
         hint = error_hint or _find_hint(__name__, name)
         msg = f"module {__name__!r} has no attribute {name!r}{f': {hint}' if hint else ''}."
-        raise errors.RecordError(msg)
+        raise _errors.RecordError(msg)
 
 
 def __dir__() -> list[str]:
-    """Return the public names, including those not imported yet, but not the subpackages."""
-    values = {name: value for name, value in globals().items() if name[0] != "_"}
-    public = {name for name, value in values.items() if not isinstance(value, _Module)}
-    return sorted({*public, *_names_for_later(__name__), *_PUBLIC_MODULES})
+    """Return the public names, but not the subpackages."""
+    return sorted(_names_for_later(__name__))
