@@ -12,6 +12,7 @@ from accelfn.track.backends import wandb as wandb
 from accelfn.track.jsonl import Log as Log
 from accelfn.track.jsonl import jsonl as jsonl
 from accelfn.track.jsonl import read as read
+from accelfn.track.throughput import throughput as throughput
 from accelfn.track.tracker import Sink as Sink
 from accelfn.track.tracker import Tracker as Tracker
 from accelfn.track.tracker import custom as custom

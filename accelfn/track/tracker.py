@@ -695,9 +695,9 @@ def progress(work: Iterable[T], *, world: World, label: str = "") -> Iterator[T]
     """Yield the items of `work`, and show a progress bar on rank 0.
 
     On a terminal, the bar is written to standard error, below other output. In a notebook, the
-    bar is an output of the cell. Nothing is shown if standard error is a file, a pipe or a
-    scheduler's log, or on other ranks. The bar's total is `len(work)`. Without a `len`, the bar
-    only counts items.
+    bar is an output of the cell. It shows the items per second. Nothing is shown if standard
+    error is a file, a pipe or a scheduler's log, or on other ranks. The bar's total is
+    `len(work)`. Without a `len`, the bar only counts items.
 
     Args:
         work: an iterable, such as `af.batches(state, until_epoch=3)`.
@@ -727,9 +727,14 @@ def _with_a_bar(work: Iterable[T], label: str, bars: Any) -> Iterator[T]:
         total = len(work) if isinstance(work, Sized) else None
     except (ArgumentError, TypeError):  # endless batches, or a DataLoader of a stream
         total = None
+
+    class Speed(bars.ProgressColumn):
+        def render(self, task: Any) -> Any:
+            return bars.Text(f"{task.finished_speed or task.speed or 0:.3g} it/s")
+
     columns = (
         *(bars.TextColumn("{task.description}"), bars.BarColumn()),
-        *(bars.MofNCompleteColumn(), bars.TimeElapsedColumn()),
+        *(bars.MofNCompleteColumn(), Speed(), bars.TimeElapsedColumn()),
         bars.TimeRemainingColumn(),
     )
     if console.is_jupyter:
