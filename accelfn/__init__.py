@@ -20,7 +20,9 @@ from accelfn import errors as _errors
 from accelfn.base.arguments import find_hint as _find_hint
 from accelfn.base.arguments import import_later as _import_later
 from accelfn.base.arguments import names_for_later as _names_for_later
+from accelfn.base.torch_version import check_floor as _check_floor
 
+_check_floor()
 _BUILTINS = ("compile",)
 
 # All names are imported at first use. So `import accelfn` is fast, and a program imports only

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelfn.base import draws, tree
 from accelfn.base.draws import NOTHING
+from accelfn.base.torch_version import ddp_options
 from accelfn.collectives.failures import naming
 from accelfn.collectives.packed import pack, sum_, unpack_
 from accelfn.engine.doctor import reject_unused
@@ -413,7 +414,7 @@ class DDPRunner:
         self._sync = True
         self._weight = torch.zeros(1)
         self._learns = bool(options.get("static_graph"))
-        built: dict[str, Any] = {**options, "static_graph": False}
+        built = ddp_options({**options, "static_graph": False})
         with naming("build DistributedDataParallel", ranks):
             ddp = LeanDDP(inner, process_group=ranks.group, init_sync=False, **built)
             ddp.lay_out()

@@ -345,10 +345,8 @@ class Agent(LocalElasticAgent):
             self.ended = Ended((), ranks, self._started, has_other_machines=False)
         return result
 
-    def _shutdown(
-        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30
-    ) -> None:
-        super()._shutdown(death_sig, timeout)
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        super()._shutdown(*args, **kwargs)
         self._end_lines()
         # torch does not close the files of the ranks' output
         handlers: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})

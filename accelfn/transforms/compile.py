@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accelfn.base.arguments import option, truth
+from accelfn.base.torch_version import check_new
 from accelfn.definition.transform import transform
 from accelfn.engine.compiled import (
     Compiler,
@@ -101,7 +102,8 @@ class compile:  # noqa: A001 - what torch calls it
     regions: Regions | None = option(None, are_regions)
 
     def __attrs_post_init__(self) -> None:
-        """Raise if mode and options are combined, or if the backend would ignore them."""
+        """Raise if torch is too old, or if options contradict each other or the backend."""
+        check_new(self)
         if self.mode is not None and self.options is not None:
             msg = f"{self!r}: pass either mode= or options=. torch accepts only one of them."
             raise ArgumentError(msg)

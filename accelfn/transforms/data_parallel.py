@@ -20,6 +20,7 @@ from accelfn.base.arguments import (
     satisfies,
     truth,
 )
+from accelfn.base.torch_version import check_new
 from accelfn.collectives.replicas import check_values
 from accelfn.data import Plan
 from accelfn.definition.transform import facts_of, transform
@@ -593,6 +594,10 @@ class wrap_fsdp:
     )
     find_unused_parameters: bool = option(default=False, validator=truth())
     cpu_offload: bool = option(default=False, validator=truth())
+
+    def __attrs_post_init__(self) -> None:
+        """Raise if torch is too old."""
+        check_new(self)
 
     @property
     def tells(self) -> Mapping[str, Any]:

@@ -192,7 +192,7 @@ def test_a_batch_on_another_device_is_named():
     """A value that the caller did not move, in a sentence; one that the loss moves is no error."""
     state, step = create(), af.make_step(mean_square)
     with pytest.raises(
-        af.errors.BatchError, match=rf"on cpu, and the state is on {NAME}:0"
+        af.errors.BatchError, match=rf"tensors on cpu, but the state is on {NAME}:0"
     ):
         step(state, INPUTS[:4])
     moved = af.make_step(lambda model, batch: mean_square(model, batch.to(DEVICE)))

@@ -189,9 +189,7 @@ def test_a_failed_save_does_not_cost_the_next(size: int, number: int) -> None:
     def train(world: af.World) -> None:
         with af.CheckpointStore(root) as saved:
             saved.save(state_of(1, world))
-            words = (
-                rf"step 1 was not saved: .*{os.strerror(number)}.* of step 2 has begun"
-            )
+            words = rf"step 1 was not saved: .*{os.strerror(number)}.* of step 2 was started"
             with pytest.raises(af.errors.CheckpointWriteError, match=words):
                 saved.save(state_of(2, world))
             saved.save(state_of(3, world))

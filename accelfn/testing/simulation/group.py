@@ -179,6 +179,12 @@ class SimulatedGroup(dist.ProcessGroup):
         ]
         return self._post(calls, _list(outputs))
 
+    # the names of these methods before torch 2.13
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """Send each rank one tensor of a list."""
         fills = self._per_rank(outputs)
