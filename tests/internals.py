@@ -9,7 +9,7 @@ from importlib import import_module
 
 _NAMES = {
     "accelfn": ("cli", "collectives"),
-    "accelfn.base": ("arguments", "codec", "devices", "draws", "tree"),
+    "accelfn.base": ("arguments", "codec", "devices", "draws", "torch_version", "tree"),
     "accelfn.base.arguments": (
         "check_integer",
         "explain_call_errors",

@@ -182,7 +182,7 @@ def send_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 _NO_XLA = (
-    "Device {!r}: torch_xla's newest release, 2.9.0, needs torch 2.9, and accelfn needs 2.13"
+    "Device {!r}: torch_xla's newest release, 2.9.0, needs torch 2.9, and accelfn needs 2.11"
     " or later. On TPUs use TorchTPU (pip install torch-tpu), whose device is 'tpu'."
 )
 

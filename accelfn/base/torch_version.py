@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from accelfn.errors import CompositionError
 
@@ -13,6 +14,10 @@ VERSION = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[
 
 IS_OLD = VERSION < (2, 13)
 """Whether some names of torch 2.13 are missing; see docs/compatibility.md."""
+
+reduce_scatter_single: Any = vars(dist)[
+    "reduce_scatter_tensor" if IS_OLD else "reduce_scatter_single"
+]
 
 
 def check_floor() -> None:

@@ -198,7 +198,7 @@ def _advise_reduction(samples: Samples, read: ReadLoss) -> None:
 def _ignores_targets(node: Any) -> bool:
     """Return whether a cross entropy ignored some targets, by its node in the graph."""
     # the node has ignore_index as an unsigned number of 64 bits
-    return hasattr(node, "_saved_target") and bool(
+    return hasattr(node, "_saved_ignore_index") and bool(
         (node._saved_target == node._saved_ignore_index - 2**64).any()
     )
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 
+from accelfn.base.torch_version import reduce_scatter_single
 from accelfn.base.tree import tree_map, wide
 from accelfn.collectives import packed
 from accelfn.collectives.failures import naming
@@ -118,7 +119,7 @@ def _sum_of_part(tensor: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
         if packed.carries(ranks.group, total.device):
             packed.reduce_scatter_(total, rows, ranks.group)
         else:
-            dist.reduce_scatter_single(total, rows, group=ranks.group)
+            reduce_scatter_single(total, rows, group=ranks.group)
     return total
 
 

@@ -37,7 +37,9 @@ def test_a_transform_that_is_made_public_is_missed(monkeypatch):
         def loss(self, loss_fn, slot, update):
             return loss_fn, slot
 
+    public = [*dir(af), "Unlisted"]
     monkeypatch.setattr(af, "Unlisted", Unlisted, raising=False)
+    monkeypatch.setattr(af, "__dir__", lambda: public)
     missing = catalog.public_transforms() - {row.cls for row in CATALOG}
     assert missing == {Unlisted}
 

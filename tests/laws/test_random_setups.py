@@ -212,7 +212,7 @@ def setups(draw: st.DrawFn) -> Setup:
         schedule=draw(st.none() | st.sampled_from(plain.SCHEDULES)),
         clip_norm=None if local else draw(st.none() | norms),
         clip_value=None if local else draw(st.none() | st.sampled_from([0.05, 0.5])),
-        decay=draw(st.none() | st.sampled_from([0.0, 0.5, 0.9])),
+        decay=draw(st.none() | st.sampled_from([0.5, 0.75, 0.9])),
         broken=draw(st.none() | st.integers(0, n - 1)) if can_skip else None,
     )
     batch_size = draw(st.integers(1, 9))

@@ -179,12 +179,6 @@ class SimulatedGroup(dist.ProcessGroup):
         ]
         return self._post(calls, _list(outputs))
 
-    # the names of these methods before torch 2.13
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """Send each rank one tensor of a list."""
         fills = self._per_rank(outputs)
@@ -352,6 +346,16 @@ class SimulatedGroup(dist.ProcessGroup):
                 raise ArgumentError(msg)
             splits = [num_rows // self._size] * self._size
         return self._per_rank(full.detach().split(list(splits)))
+
+
+for _old, _new in {
+    "_allgather_base": SimulatedGroup.all_gather_single,
+    "allgather_into_tensor_coalesced": SimulatedGroup.all_gather_single_coalesced,
+    "_reduce_scatter_base": SimulatedGroup.reduce_scatter_single,
+    "reduce_scatter_tensor_coalesced": SimulatedGroup.reduce_scatter_single_coalesced,
+    "alltoall_base": SimulatedGroup.all_to_all_single,
+}.items():
+    setattr(SimulatedGroup, _old, _new)  # the names before torch 2.13
 
 
 def _list(tensors: Tensors) -> list[torch.Tensor]:
