@@ -436,7 +436,7 @@ SUITE = (
             'Processes in turn, from start to end: `python -c "import torch"` and `python -c '
             '"import torch, accelfn"`.'
         ),
-        targets=(("import torch, accelfn", 60),),
+        targets=(("import torch, accelfn", 35),),
         rounds=24,
         quick_rounds=4,
         figure="added",
