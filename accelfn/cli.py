@@ -404,7 +404,7 @@ def _test(words: argparse.Namespace) -> int:
         "nproc", OPTIONS["nproc"].kind.from_text(words.nproc), COMMAND_LINE
     )
     nproc = _num_processes(nproc)
-    test = "accelfn.testing.selftest"
+    test = "accelfn.launching.selftest"
     code = launch_script(test, [str(nproc)], Plan(nproc=nproc), module=True)
     verdict = "passes the test" if code == 0 else "fails the test: see the output above"
     sys.stdout.write(f"This machine {verdict}.\n")

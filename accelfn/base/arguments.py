@@ -621,7 +621,8 @@ def package(module: str, *, call: str, extra: str, error: type[Exception]) -> An
 # line of the user's code.
 
 
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_OWN = f"{Path(__file__).parents[1]}{os.sep}", "<attrs generated methods accelfn."
+"""How the file names of this package's code begin; attrs generates code too."""
 
 
 def advise(message: str) -> None:
@@ -633,7 +634,7 @@ def _levels_of_package() -> int:
     """Count the frames of this package between `advise` and the user's code."""
     frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     levels = 0
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
         frame, levels = frame.f_back, levels + 1
     return levels
 

@@ -282,7 +282,7 @@ def _state_after_step(module: nn.Module, optimizer: OptimizerFactory) -> TrainSt
             rates=None,
             data=None,
             setup=chain(),
-            world=World(group=Connection(None)),  # also in a job of several ranks
+            world=World(group=Connection(None)),  # without a warning in a job of ranks
             name="state",
         ),
     )

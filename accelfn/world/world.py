@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from accelfn.base.arguments import (
+    advise,
     check_seconds,
     explain_call_errors,
     hint_attributes,
@@ -37,20 +38,22 @@ from accelfn.world.meeting import (
 from accelfn.world.place import Environment, Place, asked_size, read_place
 
 
-def _connection_of(group: "dist.ProcessGroup | Connection | None") -> Connection:
-    """Return a `Connection` as it is, or a new `Connection` with a process group.
-
-    Raises:
-        WorldError: there is no process group, but a launcher started several processes.
-    """
+def _why_not_alone(call: str) -> str | None:
+    """Return what is wrong with a world of one process if a launcher started several."""
     name, size = asked_size(os.environ)
-    if group is None and size > 1:
-        msg = (
-            f"World() without a process group is for one process, but {name} is {size}: each of"
-            f" the {size} ranks would train alone. Write world = af.World.from_env() instead, and"
-            " pass it to TrainState.create(world=world, ...)."
-        )
-        raise WorldError(msg)
+    if size == 1:
+        return None
+    return (
+        f"{call} is for one process, but {name} is {size}: each of the {size} ranks would train"
+        " alone. Write world = af.World.from_env() instead, and pass it to"
+        " TrainState.create(world=world, ...)."
+    )
+
+
+def _connection_of(group: "dist.ProcessGroup | Connection | None") -> Connection:
+    """Return a `Connection` as it is, or a new `Connection` with a process group."""
+    if group is None and (text := _why_not_alone("World()")):
+        advise(text)
     return group if isinstance(group, Connection) else Connection(group)
 
 
@@ -125,6 +128,8 @@ class World:
             WorldError: a launcher started several processes, this is a simulated rank, or the
                 device does not exist.
         """
+        if text := _why_not_alone("World.single()"):
+            raise WorldError(text)
         refuse_open_group()
         return cls(device=choose_device(device, local_rank=0))
 

@@ -165,7 +165,7 @@ def test_what_is_launched_is_what_was_said(monkeypatch):
     assert given == [("train", ["--lr=1", "--nproc=9"], 2, True, 1)]
     code, _, said = answer("test", "--nproc", "4")
     assert (code, said) == (3, [])
-    assert given[1:] == [("accelfn.testing.selftest", ["4"], 4, True, 0)]
+    assert given[1:] == [("accelfn.launching.selftest", ["4"], 4, True, 0)]
     assert answer("test", "--nproc", "two")[0] == 2
 
 

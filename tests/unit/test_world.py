@@ -8,7 +8,6 @@ import re
 import threading
 import time
 from contextlib import redirect_stderr
-from functools import partial
 from io import StringIO
 
 import attrs
@@ -155,12 +154,13 @@ def test_contradictory_variables(env, variables, words):
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("create", [af.World, partial(af.World.single, device="cpu")])
-def test_a_world_of_one_does_not_hide_a_world_of_many(env, create):
-    """A world without a group under WORLD_SIZE=2 is refused: each rank would train alone."""
+def test_a_world_of_one_does_not_hide_a_world_of_many(env):
+    """World.single() under WORLD_SIZE=2 is refused, and World() warns: ranks train alone."""
     env(RANK=0, WORLD_SIZE=2)
     with pytest.raises(af.errors.WorldError, match=r"WORLD_SIZE is 2.*from_env"):
-        create()
+        af.World.single(device="cpu")
+    with pytest.warns(af.errors.AccelfnWarning, match=r"WORLD_SIZE is 2.*from_env"):
+        af.World()
 
 
 def test_create_without_a_world_does_not_hide_a_world_of_many(env):
