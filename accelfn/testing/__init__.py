@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated worlds, laws for property tests, and comparisons, for your tests."""
 
+from accelfn.plug import arguments as _arguments
+
+for _module in ("cloudpickle", "pytest"):
+    _arguments.package(
+        _module, call="accelfn.testing", extra="testing", error=ImportError
+    )
+
 from accelfn.errors import (
     DeadlockError,
     DefaultGroupError,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import attrs
+import cloudpickle
 import torch
 from torch import nn
 
@@ -29,7 +30,7 @@ from accelfn import (
     report_metric,
     save,
 )
-from accelfn.plug import arguments, devices, tree
+from accelfn.plug import devices, tree
 from accelfn.plug import transform as contract
 from accelfn.testing.comparing import Comparison, entries, first_difference
 from accelfn.testing.processes import Pool
@@ -643,7 +644,7 @@ def freeze(function: Callable[..., Any]) -> bytes:
 
     Functions and classes of importable modules are pickled by name, others with their code.
     """
-    return _cloudpickle().dumps(function)
+    return cloudpickle.dumps(function)
 
 
 def call_anew(frozen: bytes, *args: Any) -> Any:
@@ -662,10 +663,4 @@ def call_anew(frozen: bytes, *args: Any) -> Any:
 
 def _call(world: World, frozen: bytes, *args: Any) -> bytes:
     del world
-    return _cloudpickle().dumps(pickle.loads(frozen)(*args))  # noqa: S301 - the caller's own
-
-
-def _cloudpickle() -> Any:
-    return arguments.package(
-        "cloudpickle", call="accelfn.testing", extra="testing", error=ImportError
-    )
+    return cloudpickle.dumps(pickle.loads(frozen)(*args))  # noqa: S301 - the caller's own
