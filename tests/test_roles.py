@@ -21,6 +21,7 @@ GIVEN = {
     "state/state.py": "compares what the ranks of the caller's world hold",
     "state/beginning.py": "a model is drawn by all ranks of the state's world",
     "engine/runner.py": "an order of calls is that of one group of ranks",
+    "track/throughput.py": "counts the devices of the state's world",
     "engine/doctor.py": "all ranks of the state's world build an engine together",
 }
 """Files that may read `world.rank`, each with the reason."""

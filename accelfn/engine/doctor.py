@@ -88,7 +88,8 @@ class Doctor:
             dtypes = {state.params[name].dtype for name in state.trainable}
             if state.world.is_main and torch.float16 in dtypes:
                 advise(_advice_of("float16"))
-            _advise_reduction(samples, read)
+            if samples.known != 0:  # not a filler, whose loss does not count
+                _advise_reduction(samples, read)
         if self._last_value is not None:
             self._examine_value(state, samples)
         if read.is_mean:
@@ -191,16 +192,27 @@ def _advise_reduction(samples: Samples, read: ReadLoss) -> None:
             advise(_advice_of("mean-total"))
     elif reduction == _SUM:
         advise(_advice_of("sum"))
-    elif reduction == _MEAN and not samples.lone and _ignores_targets(node):
+    elif reduction == _MEAN and not samples.lone and _ignores_unevenly(node, samples):
         advise(_advice_of("ignored"))
 
 
-def _ignores_targets(node: Any) -> bool:
-    """Return whether a cross entropy ignored some targets, by its node in the graph."""
+def _ignores_unevenly(node: Any, samples: Samples) -> bool:
+    """Return whether a cross entropy ignored more targets of some samples than of others.
+
+    Args:
+        node: the node of the loss in the graph.
+        samples: the batch, whose samples are assumed to be the first dim of the targets.
+    """
+    num_samples = samples.count() if samples.known is None else samples.known
+    target = getattr(node, "_saved_target", None)
+    if target is None or not hasattr(node, "_saved_ignore_index") or target.is_meta:
+        return False
+    if not num_samples or target.numel() % num_samples:
+        return False
     # the node has ignore_index as an unsigned number of 64 bits
-    return hasattr(node, "_saved_ignore_index") and bool(
-        (node._saved_target == node._saved_ignore_index - 2**64).any()
-    )
+    is_kept = target.reshape(num_samples, -1) != node._saved_ignore_index - 2**64
+    num_kept = is_kept.sum(1)
+    return bool((num_kept != num_kept[0]).any())
 
 
 def _advise_token_weights(batch: Any) -> None:
@@ -507,9 +519,14 @@ def _counts(values: list[Any]) -> bool:
 
 
 def _format_counts(counts: dict[str, list[Any]]) -> str:
+    # a tensor's number of writes says less than its values
+    names = [
+        n
+        for n in counts
+        if n.removesuffix("'s number of writes") not in {*counts} - {n}
+    ]
     return "; ".join(
-        f"{name} was {', then '.join(map(repr, values))}"
-        for name, values in list(counts.items())[:3]
+        f"{name} was {', then '.join(map(repr, counts[name]))}" for name in names[:3]
     )
 
 

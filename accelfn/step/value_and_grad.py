@@ -279,13 +279,16 @@ def _wrong_parameters(
     loss_fn: LossFunction, error: TypeError | None, extras: Sequence[Any] = ()
 ) -> str:
     advice = (
-        "def loss_fn(model, batch):, use this model, and inputs, targets = batch in it."
+        "Write `def loss_fn(model, batch):`, and use this model. Unpack the batch inside, as in"
+        " `inputs, targets = batch`."
     )
+    arguments = "a model and a batch"
     if extras:
-        advice = "def loss_fn(model, batch, *extras):, or call step(state, batch) without extras."
+        arguments = f"a model, a batch and {len(extras)} extras"
+        advice = "Accept the extras as parameters, or call step(state, batch) without extras."
     return (
-        f"loss_fn={qualname(loss_fn)}: accelfn calls it as loss_fn(model, batch, *extras): {error}."
-        f" Write {advice}"
+        f"loss_fn={qualname(loss_fn)}: accelfn calls it with {arguments}, but its parameters are"
+        f" {signature(loss_fn)} ({error}). {advice}"
     )
 
 

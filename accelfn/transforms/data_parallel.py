@@ -141,8 +141,8 @@ class wrap_ddp:
         if self.within is None:
             reasons["stays"] = (
                 "would have no gradients to reduce, because under {other!r} each rank keeps"
-                " its own. Leave out one of the two. Or reduce gradients within groups of"
-                ' ranks: name the axis of a group, for example within="dp_shard".'
+                " its own. Leave out af.wrap_ddp(). Or reduce gradients within groups of ranks,"
+                ' with the axis of a group: af.wrap_ddp(within="dp_shard").'
             )
         if self.static_graph:
             reasons["value_and_grad"] = (

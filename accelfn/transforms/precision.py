@@ -13,7 +13,6 @@ from accelfn.base.arguments import (
     integer,
     is_integer,
     is_number,
-    one_of,
     option,
     option_of,
     satisfies,
@@ -59,6 +58,12 @@ def _between(
 
 
 _is_choice = satisfies(callable, "a function (name, layer) -> bool")
+
+
+_is_precision: Any = satisfies(
+    lambda value: value in tuple(_DTYPES),
+    f"{', '.join(map(repr, _DTYPES))}. For full precision, leave out af.autocast",
+)
 
 
 @transform
@@ -119,7 +124,7 @@ class autocast:
     """
 
     precision: Literal["bf16", "fp16", "fp8"] = attrs.field(
-        validator=[one_of(*_DTYPES), _is_installed]
+        validator=[_is_precision, _is_installed]
     )
     init_scale: float | None = _between(0, 2.0**100)
     growth_factor: float | None = _between(1, 2.0**20)

@@ -133,7 +133,7 @@ def test_whoever_comes_back_in_vain_is_told_of():
             training.train(state.copy(), 2)
         training.train(af.regroup(state), 5)
 
-    with pytest.raises(SimulationError, match="Rank 1 returned, but the other ranks"):
+    with pytest.raises(SimulationError, match="Rank 1 came back after its crash"):
         simulate(3, fn, faults=[Crash(1, step=1, returns=3)], elastic=1)
 
 

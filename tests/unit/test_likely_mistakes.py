@@ -5,6 +5,7 @@ import copy
 import json
 import math
 import pickle
+import re
 import warnings
 from contextlib import contextmanager
 from functools import partial
@@ -231,7 +232,7 @@ def test_a_tensor_that_a_module_writes_into_is_told(into, like):
     """What is no buffer is in no checkpoint; a buffer is, and what stays as it is needs none."""
     told = told_in_training(state_of(model=lambda: Averaging(like, into)))
     assert len(told) == (into == "an attribute")
-    assert all("kept's number of writes was" in each for each in told)
+    assert all(re.search("kept('s number of writes)? was", each) for each in told)
 
 
 class Counting(torch.optim.SGD):

@@ -186,7 +186,7 @@ def test_a_pod_of_several_ranks_that_runs_python():
 def test_ranks_that_do_not_fill_their_machines_are_told_apart():
     """Of uneven machines the number cannot be told from the ranks, and is asked for."""
     env = {**TORCHRUN, "WORLD_SIZE": "3", **LOCAL, "RANK": "2"}
-    with pytest.raises(WorldError, match="do not fill.*GROUP_RANK"):
+    with pytest.raises(WorldError, match="are not consecutive.*GROUP_RANK"):
         read_place(env)
     assert numbers(read_place({**env, "NODE_RANK": "1"})) == (2, 3, 1, 2, 1)
 
@@ -303,11 +303,14 @@ def test_slurm_on_one_machine():
     [
         ({"OMPI_COMM_WORLD_RANK": "8"}, "OMPI_COMM_WORLD_RANK=8.*contradict"),
         ({"OMPI_COMM_WORLD_RANK": "-3"}, "OMPI_COMM_WORLD_RANK=-3.*contradict"),
-        ({"OMPI_COMM_WORLD_RANK": "0"}, "do not fill"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "are not consecutive"),
         ({"OMPI_COMM_WORLD_RANK": "two"}, "OMPI_COMM_WORLD_RANK is 'two'"),
         ({"OMPI_COMM_WORLD_LOCAL_RANK": "4"}, "contradict"),
-        ({"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "do not fill.*by slot.*GROUP_RANK"),
-        ({"OMPI_COMM_WORLD_SIZE": "7"}, "equal machines.*GROUP_RANK"),
+        (
+            {"OMPI_COMM_WORLD_LOCAL_RANK": "2"},
+            "are not consecutive.*map-by slot.*GROUP_RANK",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "7"}, "different numbers of ranks.*GROUP_RANK"),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "0"}, "contradict"),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "9"}, "contradict"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
