@@ -439,9 +439,9 @@ def _check_scalar(
     if not scalar.requires_grad:
         msg = (
             f"The loss that {qualname(loss_fn)} returned has no gradient: it does not depend on"
-            " a trainable parameter. Maybe it was detached, computed under no_grad, or made from"
-            " Python numbers. Or af.all_reduce returned it: return this rank's loss instead, the"
-            " step averages gradients over ranks. If a batch has no sample that counts, do not"
+            " a trainable parameter. If af.all_reduce returned it, return this rank's loss instead:"
+            " the step averages gradients over ranks. Otherwise it may be detached, computed under"
+            " no_grad, or made from Python numbers. If a batch has no sample that counts, do not"
             " return a constant, but af.Loss(model(x[:0]).sum(), weight=0)."
         )
         raise LossError(msg)

@@ -538,9 +538,10 @@ def advise_of_rates(schedule: Schedule) -> None:
     peak = max(factors, default=0.0)
     if any(0 < factor < _NOTHING for factor in factors[:100]):
         advise(
-            f"schedule={name}: the factor is less than {_NOTHING} within the first 100 updates, so"
-            " training stops there. A schedule counts updates, not epochs. Divide for epochs:"
-            " lambda update: factor(update // data.updates_per_epoch)."
+            f"schedule={name}: a schedule gets the number of the update, not of the epoch. This one"
+            f" returns less than {_NOTHING} within 100 updates, so the parameters hardly change"
+            " then. If it expects an epoch, pass"
+            " schedule=lambda update: by_epoch(update // data.updates_per_epoch)."
         )
     elif 0 < peak < _LEAST_PEAK:
         advise(

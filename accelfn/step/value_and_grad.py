@@ -282,6 +282,9 @@ def _wrong_parameters(
         "Write `def loss_fn(model, batch):`, and use this model. Unpack the batch inside, as in"
         " `inputs, targets = batch`."
     )
+    if next(iter(signature(loss_fn).parameters), None) == "self":
+        method = getattr(loss_fn, "__name__", "method")
+        advice = f"Write `def loss_fn(model, batch):`, and call model.{method}(batch, ...) in it."
     arguments = "a model and a batch"
     if extras:
         arguments = f"a model, a batch and {len(extras)} extras"

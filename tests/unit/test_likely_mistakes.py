@@ -716,7 +716,11 @@ def test_warn_of_a_reduction_if_gradients_depend_on_micro_batches(name, ignored)
     [
         (torch.float16, None, "float16"),
         (torch.bfloat16, None, None),
-        (torch.float32, lambda epoch: 0.1**epoch, "counts updates, not epochs"),
+        (
+            torch.float32,
+            lambda epoch: 0.1**epoch,
+            "the number of the update, not of the epoch",
+        ),
         (torch.float32, lambda update: 0.97**update, None),
         (torch.float32, lambda update: max(0.0, 1 - update / 20), None),
     ],
