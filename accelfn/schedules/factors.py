@@ -540,8 +540,8 @@ def advise_of_rates(schedule: Schedule) -> None:
         advise(
             f"schedule={name}: a schedule gets the number of the update, not of the epoch. This one"
             f" returns less than {_NOTHING} within 100 updates, so the parameters hardly change"
-            " then. If it expects an epoch, pass"
-            " schedule=lambda update: by_epoch(update // data.updates_per_epoch)."
+            " then. If your function expects an epoch, call it with"
+            " update // data.updates_per_epoch."
         )
     elif 0 < peak < _LEAST_PEAK:
         advise(

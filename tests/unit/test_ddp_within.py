@@ -44,7 +44,7 @@ def test_workers_that_nothing_brings_together_are_refused():
 
 def test_without_an_axis_there_is_nothing_to_reduce():
     """The refusal beside `local_sgd` says what is missing."""
-    with pytest.raises(CompositionError, match='for example within="dp_shard"'):
+    with pytest.raises(CompositionError, match=r'af.wrap_ddp\(within="dp_shard"\)'):
         af.chain(af.wrap_ddp(), EVERY)
 
 
