@@ -88,7 +88,8 @@ class Doctor:
             dtypes = {state.params[name].dtype for name in state.trainable}
             if state.world.is_main and torch.float16 in dtypes:
                 advise(_advice_of("float16"))
-            if samples.known != 0:  # not a filler, whose loss does not count
+            # a filler's loss does not count, and tensors on meta have no values
+            if samples.known != 0 and not read.scalar.is_meta:
                 _advise_reduction(samples, read)
         if self._last_value is not None:
             self._examine_value(state, samples)
@@ -205,7 +206,7 @@ def _ignores_unevenly(node: Any, samples: Samples) -> bool:
     """
     num_samples = samples.count() if samples.known is None else samples.known
     target = getattr(node, "_saved_target", None)
-    if target is None or not hasattr(node, "_saved_ignore_index") or target.is_meta:
+    if target is None or not hasattr(node, "_saved_ignore_index"):
         return False
     if not num_samples or target.numel() % num_samples:
         return False
@@ -519,12 +520,9 @@ def _counts(values: list[Any]) -> bool:
 
 
 def _format_counts(counts: dict[str, list[Any]]) -> str:
-    # a tensor's number of writes says less than its values
-    names = [
-        n
-        for n in counts
-        if n.removesuffix("'s number of writes") not in {*counts} - {n}
-    ]
+    # leave out a tensor's number of writes if its value is there
+    writes = {f"{name}'s number of writes" for name in counts}
+    names = [name for name in counts if name not in writes]
     return "; ".join(
         f"{name} was {', then '.join(map(repr, counts[name]))}" for name in names[:3]
     )

@@ -38,7 +38,7 @@ class throughput:
     The first call returns an empty dict, and starts the clock. So the speed does not include the
     first updates, which compile functions and allocate memory. Each later call returns a dict:
 
-    - `samples_per_second`, over all ranks;
+    - `samples_per_second`, over all ranks, including samples that remainder="drop" leaves out;
     - `tokens_per_second`, if you pass `tokens_per_sample`;
     - `mfu`, if you pass `flops_per_sample`: the model FLOPs utilization, which is the FLOP/s of
       the model divided by the peak of all devices.

@@ -734,6 +734,24 @@ def test_values_that_vanish_are_told(dtype, factor, told):
     assert [told in str(each.message) for each in caught] == [True] * (told is not None)
 
 
+def test_a_loss_on_meta_has_no_values_to_warn_of():
+    """Neither its weight nor its targets, where only calls are looked at."""
+
+    def train(world):
+        state = af.TrainState.create(
+            model=lambda: nn.Linear(2, 2), optimizer=SGD, world=world
+        )
+        batch = torch.ones(4, 2), torch.zeros(4, dtype=torch.long)
+        batch = tuple(tensor.to(world.device) for tensor in batch)
+        af.make_step(
+            lambda model, batch: af.Loss(
+                nn.functional.cross_entropy(model(batch[0]), batch[1]), batch[1].sum()
+            )
+        )(state, batch)
+
+    simulate(1, train, device="meta")
+
+
 def test_a_loss_that_keeps_a_graph_says_detach():
     """A moving average over updates, with the graphs of earlier updates."""
     kept = [torch.zeros(2)]
