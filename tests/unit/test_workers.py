@@ -186,7 +186,9 @@ def test_a_worker_that_ends_or_hangs(kind, does, words):
         af.errors.DataError, match=r"rank 0 of 1.*update \d+ was complete"
     ) as error:
         read(data)
-    assert words in str(error.value) or "taken over" in str(error.value)
+    assert words in str(error.value) or "before this process received" in str(
+        error.value
+    )
     error.match(being_read)
     assert error.value.__cause__ is not None
 
