@@ -13,15 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
-    Sampler,
     Subset,
     TensorDataset,
-    WeightedRandomSampler,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -60,16 +56,6 @@ class Items(Dataset):
         return X[index], int(Y[index])
 
 
-class Many(Items):
-    """Samples many at a time."""
-
-    def __getitems__(self, wanted):
-        return [(X[i], int(Y[i])) for i in wanted]
-
-    def __getitem__(self, index):
-        raise AssertionError
-
-
 class Noisy(Items):
     """Samples with noise drawn from torch's generator."""
 
@@ -92,60 +78,14 @@ class OnlyLength:
         return 10
 
 
-def read_only(tensor):
-    """Return an array that cannot be written, as a memory-mapped file is."""
-    array = tensor.numpy().copy()
-    array.flags.writeable = False
-    return array
-
-
 # What a dataset may be.
 
-DATASETS = {
-    "list of tuples": [(X[i], int(Y[i])) for i in range(10)],
-    "tuple of tensors": (X, Y),
-    "TensorDataset": TensorDataset(X, Y),
-    "numpy": (X.numpy(), Y.numpy()),
-    "Subset": Subset(TensorDataset(X, Y), range(10)),
-    "Subset of Subset": Subset(Subset(TensorDataset(X, Y), range(10)), range(10)),
-    "Subset of items": Subset(Items(), range(10)),
-    "items": Items(),
-    "__getitems__": Many(),
-    "read-only numpy": (read_only(X), Y.numpy()),
-    "backward numpy": (X.flip(0).numpy()[::-1], Y.numpy()),
-}
 
-
-@pytest.mark.parametrize("name", DATASETS)
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_every_kind_of_dataset(name, shuffle):
-    """Samples of any kind of dataset arrive as the same tensors, at their indices."""
-    for batch in read(af.Data(DATASETS[name], global_batch_size=4, shuffle=shuffle)):
-        inputs, targets = batch.value
-        assert torch.equal(X[batch.indices], inputs)
-        assert torch.equal(Y[batch.indices], targets)
-        assert (X.dtype, Y.dtype) == (inputs.dtype, targets.dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.bool, torch.bfloat16])
-def test_gathering_other_dtypes(dtype):
-    """Tensors of any dtype are gathered."""
-    (batch,) = read(af.Data(X.to(dtype), global_batch_size=10))
-    assert torch.equal(X.to(dtype), batch.value)
-
-
-def test_subset_picks():
-    """A Subset's own indices are applied below the order."""
-    data = af.Data(Subset(TensorDataset(X, Y), [7, 1, 4]), global_batch_size=2)
-    assert [batch.value[1].tolist() for batch in read(data)] == [[7, 1], [4]]
-    assert indices(data) == [[0, 1], [2]]
-
-
-@pytest.mark.parametrize("name", ["tuple of tensors", "TensorDataset", "items"])
-def test_collate_gets_samples(name):
+@pytest.mark.parametrize("dataset", [(X, Y), TensorDataset(X, Y), Items()])
+def test_collate_gets_samples(dataset):
     """A collate function of one's own gets a list of samples, of any dataset."""
     collate = lambda samples: [int(y) for _, y in samples]  # noqa: E731
-    data = af.Data(DATASETS[name], global_batch_size=4, collate=collate)
+    data = af.Data(dataset, global_batch_size=4, collate=collate)
     assert [b.value for b in read(data)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
@@ -246,23 +186,7 @@ def test_drop_that_leaves_nothing():
         af.Data(X, global_batch_size=11, remainder="drop")
 
 
-def test_own_order_is_not_shuffled():
-    """shuffle and order= contradict each other."""
-    with pytest.raises(af.errors.ArgumentError, match=r"shuffle=True, order="):
-        af.Data(X, global_batch_size=1, shuffle=True, order=lambda *_: range(10))
-
-
 # Order.
-
-
-def test_shuffle_depends_on_seed_and_epoch():
-    """Another seed or epoch has another order; the same have the same."""
-    data = af.Data(X, global_batch_size=10, shuffle=True)
-    first = [batch.indices.tolist() for batch in read(data, epochs=3)]
-    assert first == [batch.indices.tolist() for batch in read(data, epochs=3)]
-    other = [batch.indices.tolist() for batch in read(data, epochs=3, seed=1)]
-    orders = first + other
-    assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
 
 
 def test_shuffle_moves_samples_far():
@@ -273,62 +197,7 @@ def test_shuffle_moves_samples_far():
     assert kept < 10
 
 
-def test_order_of_ones_own():
-    """An order function is asked twice an epoch with seed, epoch and n."""
-    asked = []
-
-    def order(seed, epoch, n):
-        asked.append((seed, epoch, n))
-        return range(n - 1, -1, -1) if epoch == 0 else [epoch] * n
-
-    data = af.Data(X, global_batch_size=4, order=order)
-    drawn = [batch.indices.tolist() for batch in read(data, epochs=2, seed=5)]
-    assert drawn[:3] == [[9, 8, 7, 6], [5, 4, 3, 2], [1, 0]]
-    assert drawn[3:] == [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1]]
-    assert asked == [(5, 0, 10)] * 2 + [(5, 1, 10)] * 2
-
-
-ORDERS = {
-    "short": lambda *_: range(9),
-    "long": lambda *_: range(11),
-    "beyond": lambda *_: range(1, 11),
-    "negative": lambda *_: range(-1, 9),
-    "fractions": lambda *_: [0.5] * 10,
-}
-
-
-@pytest.mark.parametrize("case", ORDERS)
-@pytest.mark.parametrize("name", ["tuple of tensors", "list of tuples"])
-def test_order_that_is_none(case, name):
-    """An order of another length, or with indices that are none, is refused."""
-    data = af.Data(DATASETS[name], global_batch_size=4, order=ORDERS[case])
-    with pytest.raises(af.errors.DataError, match="order"):
-        read(data)
-
-
 # Workers.
-
-
-@pytest.mark.parametrize("name", ["items", "tuple of tensors", "__getitems__"])
-def test_workers_give_the_same_batches(name):
-    """Two workers give bitwise the batches of none, and touch no generator."""
-    random = torch.get_rng_state()
-    none, two = (
-        read(
-            af.Data(
-                DATASETS[name], global_batch_size=4, shuffle=True, num_workers=workers
-            ),
-            setup=af.accumulate(num_micro_batches=2),
-        )
-        for workers in (0, 2)
-    )
-    for expected, actual in zip(none, two, strict=True):
-        assert expected.indices.tolist() == actual.indices.tolist()
-        for mine, theirs in zip(
-            expected.micro_batches, actual.micro_batches, strict=True
-        ):
-            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    assert torch.equal(random, torch.get_rng_state())
 
 
 NOISY = {"items": Noisy(), "Subset": Subset(Noisy(), range(10))}
@@ -362,55 +231,6 @@ def test_augmentation_leaves_the_generator():
 # From a DataLoader.
 
 
-def test_from_loader():
-    """What a DataLoader says is kept."""
-    collate = lambda samples: samples  # noqa: E731
-    loader = DataLoader(Items(), batch_size=3, shuffle=True, collate_fn=collate)
-    data = af.Data.from_loader(loader)
-    assert (3, True, "short", collate) == (
-        data.global_batch_size,
-        data.shuffle,
-        data.remainder,
-        data.collate,
-    )
-    assert af.Data.from_loader(DataLoader(Items(), drop_last=True)).remainder == "drop"
-
-
-class Backwards(Sampler):
-    def __iter__(self):
-        return iter(range(9, -1, -1))
-
-    def __len__(self):
-        return 10
-
-
-LOADERS = {
-    "weighted": lambda: DataLoader(
-        Items(), batch_size=2, sampler=WeightedRandomSampler([1.0] * 10, 10)
-    ),
-    "replacement": lambda: DataLoader(
-        Items(), sampler=RandomSampler(Items(), replacement=True)
-    ),
-    "fewer": lambda: DataLoader(Items(), sampler=RandomSampler(Items(), num_samples=5)),
-    "own": lambda: DataLoader(Items(), sampler=Backwards()),
-    "own batches": lambda: DataLoader(
-        Items(), batch_sampler=BatchSampler(Backwards(), 2, drop_last=False)
-    ),
-}
-
-
-@pytest.mark.parametrize("case", LOADERS)
-def test_loader_that_is_kept(case):
-    """A sampler or batch sampler of one's own is asked, the same for the same seed."""
-    loader = LOADERS[case]()
-    data = af.Data.from_loader(loader)
-    drawn = [batch.indices.tolist() for batch in read(data, epochs=2)]
-    assert drawn == [batch.indices.tolist() for batch in read(data, epochs=2)]
-    assert len(drawn) == 2 * data.updates_per_epoch == 2 * len(loader)
-    if case.startswith("own"):
-        assert list(itertools.chain(*drawn)) == [*range(9, -1, -1)] * 2
-
-
 @pytest.mark.parametrize("options", [{}, {"global_batch_size": 2}])
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_batches_of_a_loader_are_no_samples(kind, options):
@@ -423,18 +243,6 @@ def test_batches_of_a_loader_are_no_samples(kind, options):
         assert "af.Data.from_loader(loader) or TrainState.create(data=loader)" in str(
             e.value
         )
-
-
-def test_loader_without_batches():
-    """One that does not batch is refused."""
-    with pytest.raises(af.errors.DataError, match=r"af\.Data"):
-        af.Data.from_loader(DataLoader(Items(), batch_size=None))
-
-
-def test_loader_that_is_none():
-    """Something else in its place is refused."""
-    with pytest.raises(af.errors.Error, match="from_loader"):
-        af.Data.from_loader([1, 2, 3])
 
 
 class Drawn(Dataset):

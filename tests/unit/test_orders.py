@@ -190,15 +190,19 @@ def test_orders_that_are_none(order):
         af.Data(X, global_batch_size=2, order=order)
 
 
-@pytest.mark.parametrize("given", [None, iter(range(10)), 3])
-def test_own_orders_that_give_no_indices(given):
-    """A function that returns no sequence is refused with what it returned."""
-    kind = type(given).__name__
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (None, "a NoneType; expected a sequence of 10"),
+        (iter(range(10)), "a range_iterator; expected a sequence of 10"),
+        (range(9), "9 indices; expected 10"),
+        (range(11), "11 indices; expected 10"),
+    ],
+)
+def test_own_orders_that_give_no_indices(given, words):
+    """A function that returns no sequence of so many is refused with what it returned."""
     data = af.Data(X, global_batch_size=2, order=lambda *_: given)
-    with pytest.raises(
-        af.errors.DataError,
-        match=rf"n=10\) returned a {kind}; expected a sequence of 10",
-    ):
+    with pytest.raises(af.errors.DataError, match=rf"n=10\) returned {words}"):
         read(data)
 
 

@@ -131,6 +131,8 @@ KINDS = {
     "list": (list(range(10, 20)), lambda i: 10 + i),
     "range": (range(10, 20), lambda i: 10 + i),
     "float16": (X.numpy().astype(np.float16), lambda i: X[i].half()),
+    "uint16": (X.to(torch.uint16), lambda i: X[i].to(torch.uint16)),
+    "backward": (X.flip(0).numpy()[::-1], lambda i: X[i]),
     "broadcast": (np.broadcast_to(np.float32(1), (10, 2)), lambda _: torch.ones(2)),
     "parameter": (nn.Parameter(X.clone()), lambda i: X[i]),
     "sparse": (X.to_sparse(), lambda i: X[i]),
