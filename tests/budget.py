@@ -287,12 +287,9 @@ _NUMBERS = {
         "laws.test_workers::test_only_averages_cross_workers",
         "laws.test_workers::test_ranks_of_a_worker_are_compared",
         "laws.test_workers::test_workers_form_when_ranks_agree",
-        "unit.test_boundaries::test_an_epoch_that_was_sought_ends_where_its_batches_do",
         "unit.test_checkpoint::test_a_save_is_due_when_its_period_is_over",
-        "unit.test_checkpoint::test_what_is_kept_of_any_saves",
         "unit.test_data_streams::test_a_rank_s_own_stream_goes_on_anywhere",
         "unit.test_kept_values::test_gradients_that_a_transform_made_lie_as_they_did",
-        "unit.test_step::test_gradients_survive_others",
         "unit.test_transforms_over_ranks::test_gradients_are_left_on_a_rank_under_accumulate",
     ),
     25: (

@@ -6,8 +6,6 @@ from functools import partial
 import attrs
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import accelfn as af
 from tests.states import linear_state
@@ -72,14 +70,6 @@ def test_plain_values_leave_the_cursor():
     assert (1, af.typing.Cursor(0, 0)) == (state.step, state.cursor)
 
 
-def test_empty_micro_batch_has_a_stand_in():
-    """An empty part holds one sample that does not count."""
-    *_, last = af.batches(make(af.accumulate(num_micro_batches=4)), until_epoch=1)
-    assert last.weights == (1, 1, 1, 0)
-    assert last.filler.tolist() == [False, False, False, True]
-    assert len(last.micro_batches[3]) == 1
-
-
 def test_value_of_several_is_refused():
     """`value` of a batch of micro-batches says what to read."""
     batch = next(iter(af.batches(make(af.accumulate(num_micro_batches=2)))))
@@ -87,14 +77,6 @@ def test_value_of_several_is_refused():
         af.errors.BatchError, match=r"2 micro-batches.*batch\.micro_batches"
     ):
         _ = batch.value
-
-
-def test_epochs_count_from_the_start_of_the_run():
-    """A state past its last epoch has no batches left."""
-    state = attrs.evolve(make(), cursor=af.typing.Cursor(2, 0))
-    assert list(af.batches(state, until_epoch=2)) == []
-    assert len(af.batches(state, until_epoch=2)) == 0
-    assert len(list(af.batches(state, until_epoch=3))) == 3
 
 
 def test_without_epochs_there_is_no_end():
@@ -158,35 +140,6 @@ def test_shown_as_its_place():
     """A batch shows where it stands, not its tensors."""
     *_, last = af.batches(make(), until_epoch=1)
     assert "<Batch of 3 samples, 3 here in 1 micro-batches, epoch 0 from" in repr(last)
-
-
-@given(
-    n=st.integers(1, 20),
-    batch_size=st.integers(1, 6),
-    stands=st.integers(0, 2),
-    epoch=st.integers(0, 2),
-    is_there=st.booleans(),
-    data=st.data(),
-)
-def test_seeking_gives_the_batches_that_a_run_had_left(
-    n, batch_size, stands, epoch, is_there, data
-):
-    """Of the epoch that is told, further on or back, or of that in which the state stands."""
-    state = linear_state(
-        data=af.Data(torch.arange(n), global_batch_size=batch_size, shuffle=True)
-    )
-    updates = -(-n // batch_size)
-    done = data.draw(st.integers(0, updates - 1))
-    whole = [b.indices.tolist() for b in af.batches(state, until_epoch=epoch + 1)]
-    state = af.seek(state, 0, epoch=stands)
-    if is_there:
-        there = af.seek(state, 0, epoch=epoch)
-        later = af.seek(there, done * batch_size)
-    else:
-        later = af.seek(state, done * batch_size, epoch=epoch)
-    rest = [b.indices.tolist() for b in af.batches(later, until_epoch=epoch + 1)]
-    assert rest == whole[epoch * updates + done :]
-    assert later.params["weight"] is state.params["weight"]
 
 
 @pytest.mark.parametrize(

@@ -86,26 +86,6 @@ def test_many_channels():
     assert torch.equal(state.buffers["running_var"], expected.running_var)
 
 
-def test_a_buffer_that_grows():
-    """Its shape may change; passes that are not applied leave the state's as it is."""
-
-    def grow(model: nn.Module) -> None:
-        model.history = torch.cat([model.history, torch.ones(1)])
-
-    def made() -> nn.Module:
-        model = Table(grow)
-        model.register_buffer("history", torch.zeros(0))
-        return model
-
-    state, x = af.TrainState.create(model=made, optimizer=SGD), torch.ones(3, 2)
-    for _ in range(2):
-        af.value_and_grad(loss_fn)(state, x)
-        assert state.buffers["history"].shape == (0,)
-    for i in range(2):
-        state, _ = af.make_step(loss_fn)(state, x)
-        assert state.buffers["history"].shape == (i + 1,)
-
-
 REFUSED: dict[str, tuple[Pass, str]] = {
     "set": (lambda m: setattr(m, "none", torch.ones(())), "'0.none' was None, and was"),
     "unset": (lambda m: setattr(m, "count", None), "'0.count' was set to None"),

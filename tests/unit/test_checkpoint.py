@@ -75,42 +75,6 @@ def saved(tmp_path):
     return tmp_path / "saved"
 
 
-@pytest.mark.parametrize("updates", [0, 1, 2, 5])
-def test_loaded_is_saved(updates, tmp_path):
-    """`load(save(s))` is s, bitwise, and steps from either agree to the end."""
-    state = fresh(seed=7)
-    for _, batch in zip(range(updates), af.batches(state), strict=False):
-        state, _ = STEP(state, batch)
-    before, random = values(state), torch.get_rng_state()
-    af.save(state, tmp_path / "saved")
-    loaded = af.load(fresh(), tmp_path / "saved")
-    assert before == values(state) == values(loaded)
-    assert torch.equal(random, torch.get_rng_state())
-    for batch in af.batches(loaded, until_epoch=3):
-        state, _ = STEP(state, batch)
-        loaded, _ = STEP(loaded, batch)
-        assert values(state) == values(loaded)
-
-
-def test_loading_leaves_the_given_state(saved):
-    """The state that says what to load into is not changed, and still usable."""
-    state = fresh()
-    before = values(state)
-    loaded = af.load(state, saved)
-    STEP(loaded, X)
-    assert before == values(state)
-    STEP(state, X)
-
-
-def test_two_loads_are_apart(saved):
-    """States loaded twice share nothing."""
-    state = fresh()
-    first, second = (af.load(state, saved) for _ in range(2))
-    before = values(second)
-    STEP(first, X)
-    assert before == values(second)
-
-
 def slots():
     whole = torch.arange(12.0).reshape(3, 4)
     return {
@@ -618,40 +582,6 @@ def small(world=None):
     return fresh(model=partial(nn.Linear, 3, 1), setup=None, world=world)
 
 
-MEASURED = st.sampled_from([None, math.nan, 1.0, 2.0])
-
-
-@given(
-    saves=st.dictionaries(st.integers(0, 5), MEASURED, min_size=2, max_size=4),
-    keep=st.integers(1, 2),
-    best_is=st.sampled_from(["min", "max"]),
-)
-def test_what_is_kept_of_any_saves(tmp_path_factory, saves, keep, best_is):
-    """In any order of steps the newest stay, the best number, and what was just saved."""
-    there, state = {}, small()
-    with af.CheckpointStore(
-        tmp_path_factory.mktemp("runs"),
-        keep=keep,
-        keep_best="loss",
-        best_is=best_is,
-        async_=False,
-    ) as store:
-        for step, loss in saves.items():
-            metrics = None if loss is None else {"loss": loss}
-            store.save(attrs.evolve(state, step=step), metrics=metrics)
-            there[step] = loss
-            kept = {step, *sorted(there)[-keep:]}
-            sign = 1 if best_is == "min" else -1
-            measured = [
-                (sign * number, each)
-                for each, number in there.items()
-                if number is not None and not math.isnan(number)
-            ]
-            kept |= {each for _, each in sorted(measured)[:1]}
-            there = {each: there[each] for each in kept}
-            assert store.steps == tuple(sorted(there))
-
-
 @pytest.mark.parametrize("every", [1, 3, timedelta(microseconds=1)])
 def test_nothing_is_due_before_the_first_update(every, tmp_path):
     """What was drawn, or loaded from elsewhere, is not saved by a loop that asks first."""
@@ -727,43 +657,6 @@ def test_loading_into_another_state(saved, case):
     options, words = OTHERS[case]
     with pytest.raises(af.errors.CheckpointError, match=words):
         af.load(fresh(**options), saved)
-
-
-OTHER_DATA = {
-    "samples": {
-        "data": af.Data(X[:7], global_batch_size=3),
-        "changed": ("fingerprint", "samples"),
-    },
-    "batch_size": {"data": af.Data(X, global_batch_size=4), "changed": ("batch_size",)},
-    "remainder": {
-        "data": af.Data(X, global_batch_size=3, remainder="drop"),
-        "changed": ("remainder",),
-    },
-    "order": {
-        "data": af.Data(X, global_batch_size=3, shuffle=True),
-        "changed": ("order",),
-    },
-    "fingerprint": {
-        "data": af.Data(X + 1, global_batch_size=3),
-        "changed": ("fingerprint",),
-    },
-}
-
-
-@pytest.mark.parametrize("case", OTHER_DATA)
-def test_going_on_with_other_data(saved, case):
-    """It is refused with both values, unless it is said to be meant."""
-    folder = saved
-    changed = OTHER_DATA[case]["changed"]
-    other = fresh(data=OTHER_DATA[case]["data"])
-    with pytest.raises(
-        af.errors.CheckpointError, match="was saved with other data"
-    ) as raised:
-        af.load(other, folder)
-    told = [line.split(":")[0].strip() for line in str(raised.value).splitlines()[1:-1]]
-    assert sorted(told) == sorted(changed)
-    assert all(repr(name) in str(raised.value) for name in changed)
-    assert af.load(other, folder, allow=changed).step == 2
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -906,19 +799,6 @@ def test_a_path_of_other_bytes(tmp_path, size):
         assert store.restore(state).step == af.load(state, folder / "saved").step
 
     simulate(size, train)
-
-
-def test_loading_across_buffers(tmp_path):
-    """Missing buffers are named as such."""
-    plain_net = lambda: nn.Sequential(nn.Linear(3, 4))  # noqa: E731
-    af.save(make(model=plain_net), tmp_path / "saved")
-    with_norm = lambda: nn.Sequential(  # noqa: E731
-        nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False)
-    )
-    with pytest.raises(
-        af.errors.CheckpointError, match=r"(?s)buffers.*missing.*running_mean"
-    ):
-        af.load(fresh(model=with_norm), tmp_path / "saved")
 
 
 @pytest.mark.parametrize(

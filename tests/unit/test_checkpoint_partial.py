@@ -65,21 +65,6 @@ def same(state, other, *names):
     return all(left[name] == right[name] for name in names)
 
 
-def test_all_fields_are_all(saved):
-    """`load_part` of every field is `load`, and nothing is missing, unexpected or cast."""
-    state = fresh().with_slot("mine", None)
-    part, whole = af.load_part(state, saved, only=FIELDS), af.load(state, saved)
-    assert same(part.state, whole, *FIELDS)
-    assert part.missing == part.unexpected == ()
-    assert part.cast == {}
-    names = {name.partition(".")[0] for name in part.loaded}
-    assert names == set(FIELDS)
-    for _ in range(2):
-        stepped = [STEP(each, X)[0] for each in (part.state, whole)]
-        assert same(*stepped, *FIELDS)
-        part, whole = af.load_part(state, saved, only=FIELDS), af.load(state, saved)
-
-
 @pytest.mark.parametrize("count", range(len(FIELDS) + 1))
 def test_any_fields(saved, count):
     """What is asked for is the checkpoint's, the rest is the state's, which stays whole.
@@ -100,36 +85,6 @@ def test_any_fields(saved, count):
         assert same(loaded.state, state, *rest - {"slots"})
         assert {name.partition(".")[0] for name in loaded.loaded} == set(only)
     assert before == held(state)
-
-
-def test_one_name_is_a_word(saved):
-    """A field alone may be given as a word."""
-    state = fresh()
-    assert same(af.load_part(state, saved, only="step").state, made(), "step")
-
-
-def test_what_is_loaded_is_its_own(tmp_path):
-    """A step on what was loaded changes neither the given state nor another load."""
-    af.save(made(), tmp_path / "saved")
-    state = fresh()
-    before = held(state)
-    load = partial(af.load_part, state, tmp_path / "saved", only=("params",))
-    first, second = (load().state for _ in range(2))
-    loaded = held(second)
-    STEP(first, X)
-    assert before == held(state)
-    assert loaded == held(second)
-
-
-def test_a_slot_by_name(saved):
-    """A slot is loaded by name, and no other one is touched."""
-    state = fresh().with_slot("mine", "mine")
-    loaded = af.load_part(state, saved, only=("slots.ema",))
-    assert loaded.loaded == ("slots.ema",)
-    whole = held(made())["slots"]
-    found = held(loaded.state)["slots"]
-    assert found["'ema'"] == whole["'ema'"]
-    assert loaded.state.slots["mine"] == "mine"
 
 
 def test_a_slot_that_neither_has(saved):
@@ -194,15 +149,6 @@ def test_a_renamed_parameter(saved):
         af.load_part(fresh(model=Renamed), saved, only=("params",))
 
 
-def test_shapes_are_never_passed_over(saved):
-    """No option makes another shape fit."""
-    state = fresh(model=partial(net, 5))
-    with pytest.raises(af.errors.CheckpointError, match=r"0\.weight saved as \(4, 3\)"):
-        af.load_part(
-            state, saved, only=("params",), missing="init", extra="ignore", cast=True
-        )
-
-
 def test_cast(saved):
     """`cast=True` converts to the state's dtypes, and says what; without it, refused."""
     state = fresh(model=lambda: net().to(torch.bfloat16))
@@ -242,15 +188,6 @@ def test_cast_to_a_kind_that_has_less(tmp_path, dtype, other):
     for only in ("buffers", FIELDS[:2]):
         with pytest.raises(af.errors.CheckpointError, match=rf"table saved as {dtype}"):
             af.load_part(state, tmp_path / "saved", only=only, cast=True)
-
-
-def test_opt_state_of_a_state_that_has_not_begun(saved):
-    """Entries that an optimizer will make are places for what is saved."""
-    state = fresh()
-    assert dict(state.opt_state) == {}
-    loaded = af.load_part(state, saved, only=("opt_state",))
-    assert same(loaded.state, made(), "opt_state")
-    assert loaded.unexpected == ()
 
 
 def test_opt_state_of_another_optimizer(saved):

@@ -200,21 +200,6 @@ def test_shuffle_moves_samples_far():
 # Workers.
 
 
-NOISY = {"items": Noisy(), "Subset": Subset(Noisy(), range(10))}
-
-
-@pytest.mark.parametrize("name", NOISY)
-def test_augmentation_depends_on_the_sample_alone(name):
-    """Noise that a dataset draws does not depend on batch size, parts or workers."""
-    seen = []
-    for size, parts, workers in ((10, 1, 0), (10, 3, 0), (4, 1, 0), (10, 1, 1)):
-        data = af.Data(NOISY[name], global_batch_size=size, num_workers=workers)
-        drawn = read(data, setup=af.accumulate(num_micro_batches=parts))
-        rows = [inputs for batch in drawn for inputs, _ in batch.micro_batches]
-        seen.append(torch.cat(rows)[:10])
-    assert all(torch.equal(seen[0], other) for other in seen[1:])
-
-
 def test_augmentation_leaves_the_generator():
     """Reading draws nothing from the process's own generator."""
     random = torch.get_rng_state()

@@ -396,21 +396,6 @@ def test_a_barrier_in_main_first_does_not_let_the_others_in():
         simulate(2, fn)
 
 
-def test_an_optimizer_of_other_options_says_what_it_lacks(tmp_path):
-    """As one with amsgrad, of a save without."""
-    adam = partial(torch.optim.Adam, lr=0.1)
-    state, _ = af.make_step(square)(state_of(optimizer=adam), INPUTS)
-    af.save(state, tmp_path / "saved")
-    other = state_of(optimizer=partial(adam, amsgrad=True))
-    with pytest.raises(af.errors.CheckpointError, match="max_exp_avg_sq: missing"):
-        af.load(other, tmp_path / "saved")
-    other = af.load(other, tmp_path / "saved", allow=("opt_state",))
-    with pytest.raises(
-        af.errors.OptimizerError, match=r"Adam needs .*'max_exp_avg_sq'.*load_part"
-    ):
-        af.make_step(square)(other, INPUTS)
-
-
 @pytest.mark.parametrize("use", [lambda m: m[0], len, list])
 def test_a_sequence_that_was_given_away_says_so(use):
     """Whatever way it is asked for its layers."""

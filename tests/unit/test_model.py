@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812 - the name that torch's users know
 
 import accelfn as af
 from accelfn.testing import simulate
@@ -23,9 +22,6 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 def mean_square(model, batch):
     return model(batch).square().mean()
-
-
-STEP = af.make_step(mean_square)
 
 
 def seeded(fn, seed=0):
@@ -51,27 +47,6 @@ def train(state, batches, loss_fn=mean_square):
     for batch in batches:
         state, _ = step(state, batch)
     return state
-
-
-class Tied(nn.Module):
-    """An embedding whose weight is the head's, as in language models."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(5, 4)
-        self.body = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        return self.head(self.body(self.embed(tokens)))
-
-
-TOKENS = torch.tensor([0, 1, 2, 3, 4, 0])
-
-
-def next_token(model, tokens):
-    return F.cross_entropy(model(tokens), tokens.roll(1))
 
 
 # What is refused.
@@ -205,21 +180,6 @@ def test_factory_that_raises():
 # What is drawn and copied.
 
 
-def test_factory_is_drawn_from_the_seed():
-    """The same seed draws the same parameters, another other ones; torch's stays."""
-    random = torch.get_rng_state()
-    make = partial(af.TrainState.create, model=partial(nn.Linear, 3, 1), optimizer=SGD)
-    assert bits(make(seed=1).params) == bits(make(seed=1).params)
-    assert bits(make(seed=1).params) != bits(make(seed=2).params)
-    assert torch.equal(random, torch.get_rng_state())
-
-
-def test_tied_weight_is_one_entry():
-    """A tied weight stands once in the state, under its first name."""
-    state = af.TrainState.create(model=Tied, optimizer=SGD)
-    assert list(state.params) == ["embed.weight", "body.weight", "body.bias"]
-
-
 def test_what_is_shared_is_shared_on_any_device():
     """A parameter or buffer of two names is one there too, as `Module.to` does not leave it."""
 
@@ -238,81 +198,6 @@ def test_what_is_shared_is_shared_on_any_device():
     assert moved[1].bias is not moved[0].bias
 
 
-@pytest.mark.parametrize("make", [SGD, partial(torch.optim.AdamW, lr=0.1)])
-def test_tied_weight_is_updated_once(make):
-    """Training with a tie is bitwise the hand-written loop."""
-    twin = seeded(Tied)
-    state = af.TrainState.create(model=copy.deepcopy(twin), optimizer=make)
-    state = train(state, [TOKENS] * 4, next_token)
-    train_by_hand(twin, [TOKENS] * 4, next_token, make)
-    assert bits(dict(twin.named_parameters())) == bits(state.params)
-
-
-def test_tie_is_kept(tmp_path):
-    """Modules of bind and frozen, and states copied or loaded, keep the tie."""
-    state = train(af.TrainState.create(model=Tied, optimizer=SGD), [TOKENS], next_token)
-    af.save(state, tmp_path / "saved")
-    fresh = af.TrainState.create(model=Tied, optimizer=SGD, seed=9)
-    for each in (state, state.copy(), af.load(fresh, tmp_path / "saved")):
-        with af.borrow_model(each) as model:
-            assert model.head.weight is model.embed.weight
-        frozen = af.snapshot_model(each)
-        assert frozen.head.weight is frozen.embed.weight
-        after = train(each, [TOKENS], next_token)
-        with af.borrow_model(after) as model:
-            assert model.head.weight is model.embed.weight
-
-
-def test_frozen_parameters_stay():
-    """Parameters that require no gradient are bitwise as given, under weight decay too."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    model[0].requires_grad_(requires_grad=False)
-    decay = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
-    state = af.TrainState.create(model=model, optimizer=decay)
-    before = bits(state.params)
-    after = bits(train(state, [X] * 3).params)
-    assert {"1.weight", "1.bias"} == {n for n in before if before[n] != after[n]}
-
-
-def test_frozen_parameters_of_a_ready_optimizer_stay():
-    """So are they where a ready optimizer was given them."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    model[0].requires_grad_(requires_grad=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    state = af.TrainState.create(model=model, optimizer=optimizer)
-    before = bits(state.params)
-    after = bits(train(state, [X] * 3).params)
-    assert {"1.weight", "1.bias"} == {n for n in before if before[n] != after[n]}
-
-
-class Branching(nn.Module):
-    """A model that uses one of two layers, as the batch says."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = nn.Linear(3, 1), nn.Linear(3, 1)
-
-    def forward(self, batch):
-        return (self.left if batch.sum() > 0 else self.right)(batch)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
-        partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5),
-    ],
-)
-def test_unused_parameters_are_skipped(make):
-    """A parameter that takes no part in an update is left alone, as by hand."""
-    parts = [X + 2, X - 2, X + 2, X + 3]
-    twin = seeded(Branching)
-    state = af.TrainState.create(model=copy.deepcopy(twin), optimizer=make)
-    state = train(state, parts)
-    train_by_hand(twin, parts, make=make)
-    assert bits(dict(twin.named_parameters())) == bits(state.params)
-
-
 def test_model_in_evaluation_mode_trains():
     """A model handed over in evaluation mode, as from_pretrained does, is trained."""
     twin = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
@@ -329,18 +214,6 @@ def test_part_in_evaluation_mode_stays_so():
     state = af.TrainState.create(model=model, optimizer=SGD)
     before = bits(state.buffers)
     assert before == bits(train(state, [X] * 2).buffers)
-
-
-def test_frozen_module_is_detached():
-    """`frozen` gives an evaluation-mode module of its own, which no step changes."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    state = af.TrainState.create(model=model, optimizer=SGD)
-    teacher = af.snapshot_model(state)
-    before = bits(teacher.state_dict())
-    train(state, [X] * 2)
-    assert before == bits(teacher.state_dict())
-    assert not teacher.training
-    assert not any(param.requires_grad for param in teacher.parameters())
 
 
 @pytest.mark.parametrize("wrap", ["weight_norm", "spectral_norm", "orthogonal"])
@@ -406,49 +279,6 @@ BATCHES = [X, X + 2, X, X + 3, X + 4]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_buffers_are_those_of_the_hand_written_loop(name):
-    """Buffers that a forward pass writes are bitwise those of the loop by hand."""
-    twin = seeded(MODELS[name])
-    state = af.TrainState.create(model=copy.deepcopy(twin), optimizer=SGD)
-    state = train(state, BATCHES)
-    train_by_hand(twin, BATCHES)
-    assert bits(dict(twin.named_buffers())) == bits(state.buffers)
-    assert bits(dict(twin.named_parameters())) == bits(state.params)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_buffers_of_forks_are_apart(name):
-    """Two forks stepped in turn each have the buffers of their own history."""
-    twin = seeded(MODELS[name])
-    state = af.TrainState.create(model=copy.deepcopy(twin), optimizer=SGD)
-    fork = state.copy()
-    for batch in BATCHES:
-        state, _ = STEP(state, batch)
-        fork, _ = STEP(fork, X + 1)
-    train_by_hand(other := copy.deepcopy(twin), [X + 1] * len(BATCHES))
-    train_by_hand(twin, BATCHES)
-    assert bits(dict(twin.named_buffers())) == bits(state.buffers)
-    assert bits(dict(other.named_buffers())) == bits(fork.buffers)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_alone_leave_the_buffers(name):
-    """`value_and_grad` changes no buffer of the state, whenever one is first written."""
-    state = af.TrainState.create(model=MODELS[name], optimizer=SGD)
-    compute = af.value_and_grad(mean_square)
-    before = bits(state.buffers)
-    for batch in BATCHES:
-        _, grads = compute(state, batch)
-        assert before == bits(state.buffers)
-    state, _ = STEP(state, BATCHES[0])
-    before = bits(state.buffers)
-    for batch in BATCHES:
-        _, grads = compute(state, batch)
-        assert before == bits(state.buffers)
-    assert grads.buffers is not None
-
-
-@pytest.mark.parametrize("name", MODELS)
 def test_buffers_are_those_of_the_pass_that_took_the_gradients(name):
     """Another pass between gradients and their update is nothing to what the update writes."""
     twin = seeded(MODELS[name])
@@ -461,57 +291,6 @@ def test_buffers_are_those_of_the_pass_that_took_the_gradients(name):
         assert bits(dict(grads.buffers)) == shown
         state = af.apply_grads(state, grads)
     train_by_hand(twin, BATCHES)
-    assert bits(dict(twin.named_buffers())) == bits(state.buffers)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_step_that_raises_leaves_the_buffers(name):
-    """A forward pass that wrote buffers and then raised leaves them as they were."""
-    twin = seeded(MODELS[name])
-    state = af.TrainState.create(model=copy.deepcopy(twin), optimizer=SGD)
-
-    def late_error(model, batch):
-        model(batch)
-        raise ZeroDivisionError
-
-    for batch in BATCHES:
-        before = bits(state.buffers)
-        for other in BATCHES:
-            with pytest.raises(ZeroDivisionError):
-                af.make_step(late_error)(state, other)
-            assert before == bits(state.buffers)
-        state, _ = STEP(state, batch)
-    train_by_hand(twin, BATCHES)
-    assert bits(dict(twin.named_buffers())) == bits(state.buffers)
-
-
-def test_filler_is_not_counted_in_buffers():
-    """An empty micro-batch runs on a stand-in, which no buffer counts."""
-    data = af.Data(X[:2], global_batch_size=2)
-    state = af.TrainState.create(
-        model=partial(Running, assign=False),
-        optimizer=SGD,
-        data=data,
-        setup=af.accumulate(num_micro_batches=4),
-    )
-    for batch in af.batches(state, until_epoch=1):
-        assert batch.weights == (1, 1, 0, 0)
-        state, _ = STEP(state, batch)
-    assert float(state.buffers["seen"]) == 2.0
-
-
-def test_buffers_over_micro_batches():
-    """BatchNorm sees the micro-batches one after the other, as by hand."""
-    twin = seeded(MODELS["batch norm"])
-    state = af.TrainState.create(
-        model=copy.deepcopy(twin),
-        optimizer=SGD,
-        setup=af.accumulate(num_micro_batches=2),
-    )
-    state, _ = STEP(state, [X[:4], X[4:]])
-    with torch.no_grad():
-        for part in (X[:4], X[4:]):
-            twin(part)
     assert bits(dict(twin.named_buffers())) == bits(state.buffers)
 
 

@@ -7,7 +7,6 @@ import attrs
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 import accelfn as af
 from accelfn.testing import simulate
@@ -47,6 +46,10 @@ def bound(state, _):
         return type(model).__name__
 
 
+def is_bias(name, _):
+    return name.endswith("bias")
+
+
 # What a donated state refuses.
 
 USES = {
@@ -65,6 +68,7 @@ USES = {
     "with_params": lambda state, _: state.with_params({}),
     "with_slot": lambda state, _: state.with_slot("mine", 1),
     "with_setup": lambda state, _: state.with_setup(af.identity()),
+    "with_trainable": lambda state, _: state.with_trainable(is_bias),
     "setup(state)": lambda state, _: af.identity()(state),
     "bind": bound,
     "frozen": lambda state, _: af.snapshot_model(state),
@@ -106,6 +110,7 @@ KIN = {
     "with_slot": lambda state: state.with_slot("mine", 1),
     "with_params": lambda state: state.with_params(dict(state.params)),
     "with_setup": lambda state: state.with_setup(af.identity()),
+    "with_trainable": lambda state: state.with_trainable(is_bias),
     "setup(state)": af.clip_grad_norm(1.0),
     "build": af.prepare_engine,
     "evolve": lambda state: attrs.evolve(state, seed=3),
@@ -145,77 +150,7 @@ def test_seen_though_donated():
     assert (state.step, state.name, state.seed) == (1, "state", 0)
 
 
-def test_donate_false_leaves_the_input():
-    """With donate=False the input stays bitwise as it was, and can be used again."""
-    state = make()
-    before = values(state)
-    first, _ = STEP(state, X, donate=False)
-    assert before == values(state)
-    second, _ = STEP(state, X, donate=False)
-    assert values(first) == values(second)
-    third, _ = STEP(state, X)
-    assert values(first) == values(third)
-
-
 # An update that was interrupted.
-
-
-class Fuse(torch.optim.SGD):
-    """An optimizer that raises in the middle of its second update."""
-
-    def step(self, closure=None):
-        super().step(closure)
-        self.param_groups[0]["left"] -= 1
-        if self.param_groups[0]["left"] == 0:
-            raise KeyboardInterrupt
-
-
-def fuse(named):
-    return Fuse([{"params": named, "left": 2}], lr=0.1)
-
-
-def test_interrupted_update():
-    """An update that raises inside the optimizer marks its state, with what to do."""
-    state = make(optimizer=fuse)
-    fork = state.copy()
-    with pytest.raises(KeyboardInterrupt):
-        STEP(state, X)
-    for use in (lambda: state.params, state.copy, lambda: STEP(state, X)):
-        with pytest.raises(
-            af.errors.StateDonatedError,
-            match=r"Update 1 was interrupted.*checkpoint.*copy",
-        ):
-            use()
-    with pytest.raises(KeyboardInterrupt):
-        STEP(fork, X)
-
-
-def test_interrupted_update_leaves_forks():
-    """A fork taken before an interrupted update goes on as if it had not been."""
-    state = make(optimizer=fuse, data=None)
-    fork, witness = state.copy(), make(optimizer=fuse, data=None)
-    before = values(fork)
-    with pytest.raises(KeyboardInterrupt):
-        STEP(state, X)
-    assert before == values(fork)
-    _, grads = af.value_and_grad(loss)(fork, X + 1)
-    _, expected = af.value_and_grad(loss)(witness, X + 1)
-    assert bits(expected.tensors) == bits(grads.tensors)
-
-
-def test_transform_that_raises_after_the_update():
-    """An error in `after_update` comes when tensors have changed, and marks the state."""
-
-    @af.transform
-    class Breaks:
-        def after_update(self, state, slot, update):
-            raise ZeroDivisionError
-
-    state = make().with_setup(Breaks())
-    with pytest.raises(ZeroDivisionError):
-        STEP(state, X)
-    with pytest.raises(af.errors.StateDonatedError, match="Update 1 was interrupted"):
-        _ = state.params
 
 
 def test_gradients_that_were_begun_with_are_given_away():
@@ -340,23 +275,6 @@ def test_seeds_of_any_size():
     assert all(a != b for i, a in enumerate(drawn) for b in drawn[:i])
 
 
-def test_loader_becomes_data():
-    """A torch DataLoader is taken for what it says."""
-    loader = DataLoader([1, 2, 3], batch_size=2, shuffle=True, drop_last=True)
-    data = make(data=loader).data
-    assert (data.global_batch_size, data.shuffle, data.remainder) == (2, True, "drop")
-
-
-def test_setup_given_or_applied_is_the_same():
-    """`create(setup=)` is `setup(create())`, bitwise after an update."""
-    setup = af.chain(af.ema(0.9), af.clip_grad_norm(0.1))
-    given = make(setup=setup)
-    bare = af.TrainState.create(
-        model=net, optimizer=partial(torch.optim.Adam, lr=0.1), data=given.data
-    )
-    assert values(given) == values(STEP(setup(bare), X)[0])
-
-
 # Changing a record.
 
 
@@ -416,16 +334,6 @@ def test_with_params_of_another_model(case):
     wrong = PARAMS[case](dict(state.params))
     with pytest.raises(af.errors.StateError, match=r"with_params.*(0\.bias|extra)"):
         state.with_params(wrong)
-
-
-def test_with_params_trains_from_there():
-    """A step goes on from the parameters given, in any order."""
-    state, other = make(), make(seed=1)
-    params = {name: p.clone() for name, p in reversed(other.params.items())}
-    changed = state.with_params(params)
-    assert values(other)["params"] == values(changed)["params"]
-    after, _ = STEP(changed, X)
-    assert values(other)["params"] != values(after)["params"]
 
 
 def test_fields_cannot_be_set():

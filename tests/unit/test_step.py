@@ -8,18 +8,15 @@ import weakref
 from functools import partial
 
 import attrs
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accelfn as af
 from tests.breaking import Refuses
-from tests.states import bits, values
+from tests.states import values
 
 torch.set_num_threads(1)
 
@@ -129,25 +126,6 @@ def test_step_that_raises_leaves_the_state(broken, setup):
         }
 
 
-def test_error_in_the_second_micro_batch():
-    """An error after a micro-batch was added leaves nothing of that one either."""
-    calls = []
-
-    def second_raises(model, batch):
-        calls.append(batch)
-        if len(calls) == 2:
-            raise ZeroDivisionError
-        return loss(model, batch)
-
-    state, witness = make("rich"), make("rich")
-    before = values(state)
-    batch = next(iter(af.batches(state)))
-    with pytest.raises(ZeroDivisionError):
-        af.make_step(second_raises)(state, batch)
-    assert before == values(state)
-    assert values(STEP(witness, batch)[0]) == values(STEP(state, batch)[0])
-
-
 @af.transform
 class Sets:
     """A transform that sets a hyperparameter at some updates."""
@@ -176,71 +154,7 @@ def test_hyper_of_nothing(where):
     assert before == values(state)
 
 
-def test_hyper_holds_for_its_update_only():
-    """A hyperparameter that is set no more is the optimizer's own again."""
-    setup = Sets("lr", until=3)
-    steady, afresh = make().with_setup(setup), make().with_setup(setup)
-    for _ in range(3):
-        steady, _ = STEP(steady, X)
-        afresh, _ = STEP(afresh.copy(), X)
-    assert values(afresh) == values(steady)
-
-
 # What a caller's modes, and torch's global state, do to a step: nothing.
-
-MODES = {
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "autocast": partial(torch.autocast, "cpu", dtype=torch.bfloat16),
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("donate", [True, False])
-def test_caller_modes_do_not_touch_a_step(mode, donate):
-    """Steps inside a caller's mode are bitwise those outside, and can be gone on from."""
-    inside, outside = make("rich"), make("rich")
-    parts = [X[:4], X[4:]]
-    with MODES[mode]():
-        for _ in range(2):
-            inside, _ = STEP(inside, parts, donate=donate)
-    for _ in range(2):
-        outside, _ = STEP(outside, parts, donate=donate)
-    assert values(outside) == values(inside)
-    assert values(STEP(outside, parts)[0]) == values(STEP(inside, parts)[0])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_first_step_in_a_callers_mode(mode):
-    """Optimizer state that begins inside a caller's mode is that of outside."""
-    states = [
-        af.TrainState.create(model=net, optimizer=partial(torch.optim.Adam, lr=0.1))
-        for _ in range(2)
-    ]
-    with MODES[mode]():
-        inside, _ = STEP(states[0], X)
-    outside, _ = STEP(states[1], X)
-    assert values(outside) == values(inside)
-    assert values(STEP(outside, X)[0]) == values(STEP(inside, X)[0])
-
-
-def test_step_leaves_every_generator():
-    """A step draws from streams of its own: torch's, numpy's and the rest are as before."""
-    state = make("rich")
-    random, other = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    STEP(state, [X[:4], X[4:]])
-    assert torch.equal(random, torch.get_rng_state())
-    assert other == np.random.get_state()[1].tolist()  # noqa: NPY002
-
-
-def test_step_depends_on_state_and_batch_alone():
-    """The global generator and other steps in the process change no result."""
-    state, witness = make(), make()
-    torch.randn(7)
-    other, _ = STEP(make(seed=4), X + 1)
-    state, _ = STEP(state, X)
-    STEP(other, X)
-    assert values(STEP(witness, X)[0]) == values(state)
 
 
 def test_extras_reach_the_loss():
@@ -509,43 +423,6 @@ def test_what_is_no_weight_of_sums_is_refused(weight, shown):
         af.errors.GradsError, match=rf"weight={shown}.*at least 32 bits"
     ):
         grads.with_sums(grads.tensors, weight)
-
-
-@given(others=st.lists(st.sampled_from(["own", "fork's", "applied"]), max_size=3))
-def test_gradients_survive_others(others):
-    """Gradients kept while others are taken and applied are bitwise what they were."""
-    compute = af.value_and_grad(loss)
-    state = make()
-    fork = state.copy()
-    _, kept = compute(state, X)
-    before = bits(kept.tensors), bits(kept.buffers)
-    for i, other in enumerate(others):
-        if other == "applied":
-            fork, _ = STEP(fork, X + i + 1)
-        else:
-            compute(state if other == "own" else fork, X + i + 1)
-    assert before == (bits(kept.tensors), bits(kept.buffers))
-    assert values(STEP(make(), X)[0]) == values(af.apply_grads(state, kept))
-
-
-def test_step_is_its_two_parts():
-    """`make_step` is `value_and_grad` followed by `apply_grads`, bitwise."""
-    one, two = make("rich"), make("rich")
-    parts = [X[:4], X[4:]]
-    one, _ = STEP(one, parts)
-    _, grads = af.value_and_grad(loss)(two, parts)
-    assert values(one) == values(af.apply_grads(two, grads))
-
-
-def test_released_engine_is_made_anew():
-    """`release` between steps changes no result."""
-    state, witness = make("rich"), make("rich")
-    parts = [X[:4], X[4:]]
-    for _ in range(2):
-        af.release_engine(state)
-        state, _ = STEP(state, parts)
-        witness, _ = STEP(witness, parts)
-    assert values(witness) == values(state)
 
 
 @pytest.mark.parametrize("setup", SETUPS)

@@ -48,16 +48,6 @@ def clones(params):
     return {name: param.clone() for name, param in params.items()}
 
 
-def test_it_shares_tensors_and_the_lease():
-    """The state with others trained is the same tensors; a step on one gives both away."""
-    state = create()
-    frozen = state.with_trainable(in_head)
-    assert all(frozen.params[name] is param for name, param in state.params.items())
-    STEP(frozen, X)
-    with pytest.raises(af.errors.StateDonatedError):
-        STEP(state, X)
-
-
 def test_the_same_set_is_the_same_state():
     """Where nothing changes no engine is lost."""
     state = create().with_trainable(in_head)
@@ -252,14 +242,6 @@ def test_what_cannot_be_trained(predicate, error, why):
     """What the optimizer lacks, and nothing at all, cannot be trained."""
     with pytest.raises(error, match=why):
         create().with_trainable(predicate)
-
-
-def test_a_donated_state():
-    """A state that was given away has nothing to freeze."""
-    state = create()
-    STEP(state, X)
-    with pytest.raises(af.errors.StateDonatedError):
-        state.with_trainable(in_head)
 
 
 def test_hashes_of_parts(tmp_path):

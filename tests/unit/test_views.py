@@ -44,16 +44,6 @@ def test_bound_module_holds_the_state():
         assert all(param.requires_grad for param in model.parameters())
 
 
-def test_bound_modules_of_two_forks_are_apart():
-    """Modules of two states at once each show their own."""
-    state = make()
-    fork = state.copy()
-    state, _ = STEP(state, X)
-    with af.borrow_model(state) as one, af.borrow_model(fork) as two:
-        assert bits(state.params) == bits(dict(one.named_parameters()))
-        assert bits(fork.params) == bits(dict(two.named_parameters()))
-
-
 def test_bound_module_is_never_the_engines():
     """Hooks and modes set on a lent module do not reach a step."""
     state, witness = make(), make()
@@ -98,29 +88,6 @@ def test_evaluated_parameters():
     assert bits(plain.params) == bits(af.eval_params(plain))
 
 
-def test_rng_is_a_function():
-    """The same state and purpose draw the same, others do not; torch's stays."""
-    state, random = make(), torch.get_rng_state()
-
-    def draw(state, purpose, **options):
-        with af.fork_rng(state, purpose, **options):
-            return torch.rand(4).tolist()
-
-    later = STEP(state.copy(), X)[0]
-    draws = [
-        draw(state, "latents"),
-        draw(state, "other"),
-        draw(later, "latents"),
-        draw(make(seed=1), "latents"),
-        draw(make(name="critic"), "latents"),
-        draw(state, "latents", shared=True),
-    ]
-    torch.rand(3)
-    assert draws[0] == draw(state.copy(), "latents")
-    assert all(a != b for i, a in enumerate(draws) for b in draws[:i])
-    torch.set_rng_state(random)
-
-
 SPLITS = {
     "dp_shard": af.wrap_fsdp(),
     "tp": af.tensor_parallel({"0": "column", "1": "row"}),
@@ -152,15 +119,6 @@ def test_rng_is_that_of_whose_batch_it_is(axes, shared):
     for batch, drawn in found:
         for other, others in found:
             assert (drawn == others) == (shared or batch == other)
-
-
-def test_rng_puts_the_generator_back():
-    """After the block, also one that raised, torch's generator is as before."""
-    random = torch.get_rng_state()
-    with suppress(ZeroDivisionError), af.fork_rng(make(), "latents"):
-        torch.rand(3)
-        raise ZeroDivisionError
-    assert torch.equal(random, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("purpose", ["", None])

@@ -220,26 +220,6 @@ def test_a_loop_that_loses_its_state_is_told_so():
         grads_of(state, second)
 
 
-def test_what_was_loaded_and_not_kept_is_told(tmp_path):
-    """Training would begin anew; kept, or trained, or never stepped, it is what was meant."""
-    af.save(create(), tmp_path / "saved")
-    fresh = create()
-    af.load(fresh, tmp_path / "saved")
-    with pytest.warns(
-        af.errors.AccelfnWarning, match=r"state = af\.load\(state, directory\)"
-    ):
-        af.make_step(loss_fn)(fresh, X)
-    for use in range(2):
-        fresh = create()
-        loaded = af.load(fresh, tmp_path / "saved")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", af.errors.AccelfnWarning)
-            for _ in range(2):
-                loaded, _ = af.make_step(loss_fn)(loaded, X)
-            if use:
-                af.make_step(loss_fn)(loaded, X)
-
-
 def test_a_lent_module_is_not_frozen():
     """What is trained belongs to the state; a block may use it whole without gradients."""
     state = create()
