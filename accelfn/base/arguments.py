@@ -293,26 +293,30 @@ def truth(*, within: str = "af.") -> Validator:
     return check
 
 
-def satisfies(is_valid: Callable[[Any], bool], expected: str) -> Validator:
+def satisfies(
+    is_valid: Callable[[Any], bool], expected: str, *, within: str = "af."
+) -> Validator:
     """Return an attrs validator that calls `is_valid` with the value.
 
     Args:
         is_valid: returns whether a value is valid.
         expected: the valid values, for the error.
+        within: the text before the name of the field's class in the error.
     """
 
     def check(owner: object, field: Any, value: object) -> None:
         if not is_valid(value):
-            call = f"af.{type(owner).__name__}({field.name}={value!r})"
+            call = f"{within}{type(owner).__name__}({field.name}={value!r})"
             msg = f"{call}: expected {expected}."
             raise ArgumentError(msg)
 
     return check
 
 
-def one_of(*choices: object) -> Any:
+def one_of(*choices: object, within: str = "af.") -> Any:
     """Return an attrs validator that accepts only these choices."""
-    return satisfies(lambda value: value in choices, " or ".join(map(repr, choices)))
+    names = " or ".join(map(repr, choices))
+    return satisfies(lambda value: value in choices, names, within=within)
 
 
 def option(default: Any, validator: Validator | None = None, **more: Any) -> Any:

@@ -20,15 +20,8 @@ from accelfn import World, all_reduce
 from accelfn.errors import ArgumentError, WorldError
 from accelfn.plug import arguments, collectives
 from accelfn.testing.simulate import simulate
-from accelfn.testing.simulation.calls import Entry
-from accelfn.testing.simulation.group import (
-    Algorithm,
-    Cost,
-    Payload,
-    check_algorithm,
-    cost,
-    payload_of,
-)
+from accelfn.testing.simulation.calls import Entry, check_choice
+from accelfn.testing.simulation.group import Algorithm, Cost, Payload, cost, payload_of
 
 # Prediction of a program's collective calls for another number of ranks than in its runs.
 #
@@ -458,7 +451,7 @@ class Traffic:
         if not arguments.is_integer(ranks, 1):
             msg = f"Traffic: expected a number of ranks, 1 or more, got {ranks!r}."
             raise ArgumentError(msg)
-        check_algorithm("Traffic", algorithm)
+        check_choice("Traffic", "algorithm", algorithm, Algorithm)
         logs = {
             size: self._part(log, of_updates=of_updates)
             for size, log in self.logs.items()

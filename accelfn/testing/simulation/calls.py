@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collective calls of simulated ranks: their data, log entries, reductions and faults."""
 
+import inspect
 import signal
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from functools import partial
+from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
 import numpy as np
@@ -14,8 +15,17 @@ from torch.nn.parallel import distributed
 from accelfn.errors import ArgumentError
 from accelfn.plug import arguments, collectives, deliver
 
-if TYPE_CHECKING:
-    from types import FrameType
+
+def check_choice(call: str, name: str, value: object, choices: Any) -> None:
+    """Raise an error if an argument is not one of the choices of a `Literal`.
+
+    Raises:
+        ArgumentError: the value is not one of the choices.
+    """
+    if value not in get_args(choices):
+        names = ", ".join(map(repr, get_args(choices)))
+        msg = f"{call}({name}={value!r}): expected one of {names}."
+        raise ArgumentError(msg)
 
 
 @attrs.frozen(cache_hash=True)
@@ -31,10 +41,6 @@ class Members:
     name: str
     ranks: tuple[int, ...]
     generation: int = 0
-
-    def place_of(self, rank: int) -> int:
-        """Return a member's rank in this group, given its rank in the run."""
-        return self.ranks.index(rank)
 
     def __str__(self) -> str:
         """Return the name and ranks of the group; empty text for the whole world."""
@@ -95,15 +101,13 @@ class Call:
     def num_bytes_for_others(self) -> int:
         """The bytes of this rank that reach other ranks, unchanged or as part of a sum."""
         is_root = self.rank == self.root
-        if self.kind in _FROM_ROOT and not is_root:
-            return 0
-        if self.kind == "gather" and is_root:
+        if (self.kind in _FROM_ROOT and not is_root) or (
+            self.kind == "gather" and is_root
+        ):
             return 0
         if self.kind in _PART_FOR_EACH:
-            place = self.group.place_of(self.rank)
-            return sum(
-                _num_bytes(part) for i, part in enumerate(self.sends) if i != place
-            )
+            parts = zip(self.group.ranks, self.sends, strict=True)
+            return sum(_num_bytes(part) for rank, part in parts if rank != self.rank)
         return self.num_bytes
 
     @property
@@ -115,10 +119,19 @@ class Call:
             f"gives {_format_tensors(self.sends)}, takes {_format_tensors(self.fills)}"
         )
 
-    def common_facts(self) -> tuple[Any, ...]:
-        """Return the facts that must be equal in matched calls, in the order of `AGREED`."""
+    def common_facts(self) -> dict[str, Any]:
+        """Return the facts that must be equal in matched calls, by name."""
         common = [(t.shape, t.dtype, t.layout) for t in self._common()]
-        return self.kind, self.op, self.root, common, self.structure, self.label
+        if self.is_message:
+            return {"shape or dtype": common}
+        return {
+            "kind": self.kind,
+            "reduction": self.op,
+            "root": self.root,
+            "shape or dtype": common,
+            "structure": self.structure,
+            "label": self.label,
+        }
 
     def row(self) -> tuple[str, ...]:
         """Return the cells that describe this call in the table of an error message."""
@@ -144,7 +157,6 @@ class Call:
         return self.sends if self.kind in _ONE_SENT else self.fills
 
 
-AGREED = ("kind", "reduction", "root", "shape or dtype", "structure", "label")
 _FROM_ROOT = frozenset({"broadcast", "scatter"})
 _PART_FOR_EACH = frozenset({"scatter", "all_to_all", "all_to_all_single"})
 _ONE_SENT = frozenset(
@@ -158,28 +170,16 @@ _ONE_SENT = frozenset(
 def differing(calls: Sequence[Call]) -> list[str]:
     """Return the names of the facts that differ in matched calls but must be equal."""
     first, *rest = [call.common_facts() for call in calls]
-    if calls[0].is_message:
-        return [] if all(other[3] == first[3] for other in rest) else ["shape or dtype"]
     unequal = [
-        name
-        for i, name in enumerate(AGREED)
-        if any(other[i] != first[i] for other in rest)
+        name for name in first if any(other[name] != first[name] for other in rest)
     ]
-    return unequal or _unequal_splits(calls)
-
-
-def _unequal_splits(calls: Sequence[Call]) -> list[str]:
-    """Return ["splits"] if a rank sends a tensor that its receiver does not expect, else []."""
-    if not calls[0].kind.startswith("all_to_all"):
-        return []
-    ranks = range(len(calls))
-    same = all(
-        collectives.format_tensor(calls[i].sends[j])
-        == collectives.format_tensor(calls[j].fills[i])
-        for i in ranks
-        for j in ranks
-    )
-    return [] if same else ["splits"]
+    if unequal or not calls[0].kind.startswith("all_to_all"):
+        return unequal
+    # whether each rank sends the tensors that their receivers expect
+    sent_rows = [[collectives.format_tensor(t) for t in call.sends] for call in calls]
+    filled_rows = [[collectives.format_tensor(t) for t in call.fills] for call in calls]
+    fit = sent_rows == [[*column] for column in zip(*filled_rows, strict=True)]
+    return [] if fit else ["splits"]
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
@@ -354,38 +354,27 @@ class RankFaultError(RuntimeError):
     """The error that a planned `Raise` raises by default."""
 
 
-def _is_place(_: object, __: object, value: object) -> None:
-    if (
-        value is not None
-        and not isinstance(value, str)
-        and not arguments.is_integer(value, 0)
-    ):
-        msg = (
-            f"at={value!r}: expected the index of one of the rank's collectives, 0 or"
-            " more, or a label."
-        )
-        raise ArgumentError(msg)
-
-
-def _is_duration(_: object, __: object, value: object) -> None:
-    if not isinstance(value, (int, float)) or not value >= 0:
-        msg = f"seconds={value!r}: expected virtual seconds, 0 or more."
-        raise ArgumentError(msg)
-
-
-def _is_error(_: object, __: object, value: object) -> None:
-    kind = value if isinstance(value, type) else type(value)
-    if not issubclass(kind, Exception):
-        msg = f"error={value!r}: expected an exception or an exception class."
-        raise ArgumentError(msg)
-
-
 def _format_error(value: object) -> str:
     return value.__name__ if isinstance(value, type) else repr(value)
 
 
+_satisfies = partial(arguments.satisfies, within="testing.")
 _is_count = arguments.integer(0, within="testing.")
 _is_step = attrs.validators.optional(_is_count)
+_is_place = _satisfies(
+    lambda at: at is None or isinstance(at, str) or arguments.is_integer(at, 0),
+    "the index of one of the rank's collectives, 0 or more, or a label",
+)
+_is_duration = _satisfies(
+    lambda seconds: isinstance(seconds, (int, float)) and seconds >= 0,
+    "virtual seconds, 0 or more",
+)
+_is_error = _satisfies(
+    lambda error: issubclass(
+        error if isinstance(error, type) else type(error), Exception
+    ),
+    "an exception or an exception class",
+)
 
 
 @attrs.frozen
@@ -464,42 +453,13 @@ class Terminate(_Planned):
 Fault: TypeAlias = Raise | Leave | Crash | Stall | Corrupt | Terminate
 
 
-def due(faults: list[Fault], call: "Call", *, has_result: bool) -> list[Fault]:
-    """Remove the faults that happen at this call from the list `faults`, and return them.
-
-    `Corrupt` happens when the call has a result. All other faults happen before the call is
-    posted.
-    """
-    return _take(
-        faults,
-        lambda fault: isinstance(fault, Corrupt) is has_result and _fits(fault, call),
-    )
-
-
-def due_as_begins(faults: list[Fault], rank: int, update: int) -> list[Fault]:
-    """Remove the faults that happen when a rank begins an update, and return them."""
-    return _take(
-        faults,
-        lambda fault: (
-            is_of_update(fault) and (fault.rank, fault.step) == (rank, update)
-        ),
-    )
-
-
-def _take(faults: list[Fault], is_due: Callable[[Fault], bool]) -> list[Fault]:
-    matches = [fault for fault in faults if is_due(fault)]
-    for fault in matches:
-        faults.remove(fault)
-    return matches
-
-
 def is_of_update(fault: Fault) -> bool:
     """Whether a fault happens when an update begins, not at a collective."""
     alone = fault.at is None and fault.step is not None
     return alone and not isinstance(fault, Corrupt)
 
 
-def strike(fault: Fault, call: "Call | None" = None) -> None:
+def strike(fault: Fault, call: Call | None = None) -> None:
     """Apply a fault to the rank, or to the tensors that a call received.
 
     Raises:
@@ -526,17 +486,24 @@ def strike(fault: Fault, call: "Call | None" = None) -> None:
             pass
 
 
-def _fits(fault: Fault, call: "Call") -> bool:
-    if call.rank != fault.rank or (fault.step is not None and call.step != fault.step):
+def is_due(fault: Fault, call: Call, *, has_result: bool) -> bool:
+    """Whether a fault happens at this call.
+
+    `Corrupt` happens when the call has a result. All other faults happen before the call is
+    posted.
+    """
+    if isinstance(fault, Corrupt) is not has_result or is_of_update(fault):
         return False
-    if isinstance(fault, Corrupt) and not _is_corruptible(call):
+    if call.rank != fault.rank or fault.step not in (None, call.step):
+        return False
+    if has_result and not _is_corruptible(call):
         return False
     if fault.at is None and fault.step is not None:
-        return isinstance(fault, Corrupt)
+        return True
     return (fault.at or 0) == (call.label if isinstance(fault.at, str) else call.index)
 
 
-def _is_corruptible(call: "Call") -> bool:
+def _is_corruptible(call: Call) -> bool:
     tensors = [fill for fill in call.fills if fill.numel()]
     if any(not tensor.dtype.is_floating_point for tensor in tensors) and _is_in_ddp():
         return False
@@ -544,7 +511,7 @@ def _is_corruptible(call: "Call") -> bool:
 
 
 def _is_in_ddp() -> bool:
-    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename != distributed.__file__:
         frame = frame.f_back
     return frame is not None

@@ -3,12 +3,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from itertools import chain
 from threading import current_thread
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -35,17 +35,13 @@ from accelfn.testing.simulation.calls import (
     Sums,
     Unwound,
     differing,
-    due,
-    due_as_begins,
     entry_of,
+    is_due,
     is_of_update,
     reduce_tensors,
     strike,
 )
-from accelfn.testing.simulation.turns import Regroup
-
-if TYPE_CHECKING:
-    from accelfn.testing.simulation.turns import Turns
+from accelfn.testing.simulation.turns import Regroup, Turns
 
 # pyright: reportPrivateUsage=false
 
@@ -82,7 +78,7 @@ def can_carry_out(kind: str, op: str | None, tensor: torch.Tensor) -> bool:
 def results(calls: Sequence[Call], sums: Sums) -> Results:
     """Compute the result of each rank. `calls` has the calls of all ranks, in rank order."""
     with _no_modes():
-        return _OPERATIONS[calls[0].kind](calls, sums)
+        return _OPERATIONS[calls[0].kind.removesuffix("_single")](calls, sums)
 
 
 def _no_modes() -> AbstractContextManager[object]:
@@ -145,13 +141,10 @@ _OPERATIONS: dict[str, Callable[[Sequence[Call], Sums], Results]] = {
     "reduce": _reduce,
     "broadcast": _broadcast,
     "all_gather": _gather,
-    "all_gather_single": _gather,
     "gather": _gather,
     "scatter": _scatter,
     "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_single": _reduce_scatter,
     "all_to_all": _all_to_all,
-    "all_to_all_single": _all_to_all,
     "barrier": _barrier,
     "send": _message,
 }
@@ -211,7 +204,7 @@ class CallMatching:
         waiting = [*self._by_order.values(), *self._messages]
         return [call for meeting in waiting for call in meeting.calls]
 
-    def forget(self, is_gone: Callable[[Members], bool]) -> None:
+    def forget(self, is_gone: Callable[[Members], object]) -> None:
         """Drop the waiting calls of all groups for which `is_gone` is true."""
         calls, messages = self._by_order, self._messages
         self._by_order = {k: m for k, m in calls.items() if not is_gone(k[1])}
@@ -296,16 +289,13 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        size: int,
-        faults: Sequence[Fault] = (),
-        sums: Sums = "ranks",
-        *,
-        least: int | None = None,
+        self, size: int, faults: Sequence[Fault], sums: Sums, least: int | None
     ) -> None:
         """Initialize without calls. `least` is the smallest size of an elastic world."""
         self.size = size
         self.regroup = Regroup(size, least)
+        self.is_elastic = least is not None
+        self.shared = SharedValues()
         self._sums: Sums = sums
         self.log: list[Entry] = []
         self.faults = list(faults)
@@ -335,7 +325,7 @@ class Exchange:
         self._num_asked = 0
         self._status.enter(call)
         if self.faults:
-            self._strike(call.rank, due(self.faults, call, has_result=False))
+            self._strike(call.rank, partial(is_due, call=call, has_result=False))
         call.at = self.clocks[call.rank]
         meeting, is_complete = self._matching.join(call)
         if is_complete:
@@ -382,8 +372,7 @@ class Exchange:
     def receive(self, call: Call) -> None:
         """Apply planned faults that change the tensors that a rank has received."""
         if self.faults:
-            for fault in due(self.faults, call, has_result=True):
-                strike(fault, call)
+            self._strike(call.rank, partial(is_due, call=call, has_result=True), call)
 
     def stuck(self) -> None:
         """Let ranks that poll a call continue. Without such a rank, raise a deadlock error."""
@@ -391,12 +380,8 @@ class Exchange:
             self._num_asked += 1
             self._asking.clear()
             return
-        text = f"{self._status}\n{self._recent()}"
-        self._break(
-            lambda rank: DeadlockError(
-                f"Rank {rank} of {self.size} waits, and no rank can continue:\n{text}"
-            )
-        )
+        text = f" waits, and no rank can continue:\n{self._status}\n{self._recent()}"
+        self._break(DeadlockError, text)
 
     def end_rank(self, rank: int, error: BaseException | None) -> BaseException | None:
         """Record how a rank ended; return its error, or None.
@@ -412,10 +397,10 @@ class Exchange:
         self._status.end(rank, error.how if is_crash else f"raised {_repr(error)}")
         how = self._status.describe(rank)
         if is_crash and self.regroup.lose(rank, how):
-            self._matching.forget(self.regroup.is_broken)
+            self._matching.forget(self.regroup.lost_of)
             return None
-        text = f"rank {rank} {how}, so the others cannot continue.\n{self._status}"
-        self._break(lambda peer: PeerFailedError(f"Rank {peer} of {self.size}: {text}"))
+        text = f": rank {rank} {how}, so the others cannot continue.\n{self._status}"
+        self._break(PeerFailedError, text)
         if not is_crash:
             return error
         crash = RankCrashedError(f"Rank {rank} of {self.size} {how}.")
@@ -432,13 +417,11 @@ class Exchange:
         if self._failure is not None:
             failure = None if any(self._raised.values()) else self._failure(0)
         elif waiting:
-            rows = collectives.table(
-                {call.rank: call.row() for call in reversed(waiting)}
-            )
+            rows = {call.rank: call.row() for call in reversed(waiting)}
             failure = CollectiveMismatchError(
                 "All ranks have ended, but some calls were not completed: other ranks did not"
                 " make the matching calls. The first such call of each rank:\n"
-                f"{rows}\n{self._recent()}"
+                f"{collectives.table(rows)}\n{self._recent()}"
             )
         self.turns = self._failure = None
         self._matching, self._status = CallMatching(), RankStatus(self.size)
@@ -516,7 +499,7 @@ class Exchange:
                 ready()
                 or self._failure is not None
                 or call.group in self._given_up
-                or self.regroup.is_broken(call.group)
+                or self.regroup.lost_of(call.group) is not None
             ),
         )
         self._status.exit(call.rank)
@@ -534,7 +517,8 @@ class Exchange:
     def begin_update(self, rank: int, update: int) -> None:
         """Apply the faults that are planned for the beginning of an update."""
         self.regroup.reached = max(self.regroup.reached, update)
-        self._strike(rank, due_as_begins(self.faults, rank, update))
+        place = rank, update
+        self._strike(rank, lambda f: is_of_update(f) and (f.rank, f.step) == place)
 
     def check_reached(self) -> None:
         """Raise an error if a fault was planned for an update that its rank did not begin.
@@ -569,18 +553,24 @@ class Exchange:
             return False
         regroup.expect(rank, unwind.returns)
         with suppress(Exception):  # the other ranks raise the world's error
-            self.let_others(rank, lambda: regroup.may_return(rank))
+            self.let_others(rank, lambda: regroup.returns(rank) is not None)
             if regroup.returns(rank):
                 del self._gone[rank]
                 return True
         return False
 
-    def _strike(self, rank: int, faults: Sequence[Fault]) -> None:
+    def _strike(
+        self, rank: int, happens: Callable[[Fault], bool], call: Call | None = None
+    ) -> None:
+        """Apply the due faults to a rank, or to the tensors that its call has received."""
+        faults = [fault for fault in self.faults if happens(fault)]
+        for fault in faults:
+            self.faults.remove(fault)
         for fault in faults:
             if isinstance(fault, Stall):
                 self.clocks[rank] += fault.seconds
             try:
-                strike(fault)
+                strike(fault, call)
             except Unwound as gone:
                 self._gone[rank] = gone
                 raise
@@ -589,12 +579,19 @@ class Exchange:
         calls = meeting.calls
         wrong = differing(calls)
         if wrong:
-            self._break_by_mismatch(calls, wrong)
+            rows = collectives.table({call.rank: call.row() for call in calls})
+            text = f"{', '.join(wrong)}:\n{rows}\n{self._recent()}"
+            text = f": the ranks' calls do not match in {text}"
+            self._break(CollectiveMismatchError, text)
             return
         late = max(calls, key=lambda call: call.at)
         delay = late.at - min(call.at for call in calls)
         if delay > TIMEOUT:
-            self._break_by_stall(late, delay)
+            text = (
+                f": rank {late.rank} did not arrive within {TIMEOUT:.0f} s (it stalled for"
+                f" {delay:.0f} s).\n{self._status}"
+            )
+            self._break(PeerFailedError, text)
             return
         meeting.ends_at = late.at
         # ranks use separate device streams, which do not wait for each other
@@ -603,26 +600,10 @@ class Exchange:
         devices.wait_for_all(chain.from_iterable(meeting.results))
         self.log.append(entry_of(calls))
 
-    def _break(self, failure: Callable[[int], Exception]) -> None:
-        """Make every later call raise `failure(rank)`, unless the world has already failed."""
+    def _break(self, kind: type[Exception], text: str) -> None:
+        """Make every later call raise this error, unless the world has already failed."""
         if self._failure is None:
-            self._failure = failure
-
-    def _break_by_mismatch(self, calls: Sequence[Call], wrong: Sequence[str]) -> None:
-        rows = collectives.table({call.rank: call.row() for call in calls})
-        text = f"{', '.join(wrong)}:\n{rows}\n{self._recent()}"
-        self._break(
-            lambda rank: CollectiveMismatchError(
-                f"Rank {rank} of {self.size}: the ranks' calls do not match in {text}"
-            )
-        )
-
-    def _break_by_stall(self, late: Call, delay: float) -> None:
-        text = (
-            f"rank {late.rank} did not arrive within {TIMEOUT:.0f} s (it stalled for"
-            f" {delay:.0f} s).\n{self._status}"
-        )
-        self._break(lambda rank: PeerFailedError(f"Rank {rank} of {self.size}: {text}"))
+            self._failure = lambda rank: kind(f"Rank {rank} of {self.size}{text}")
 
     def _recent(self) -> str:
         if not self.log:
@@ -644,23 +625,21 @@ def _repr(error: BaseException) -> str:
 class SharedValues:
     """The values that ranks have passed, by label and by the count of the rank's calls."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self) -> None:
         """Initialize without values."""
-        self._size = size
-        self._first: dict[tuple[str, int], tuple[int, list[str]]] = {}
-        self._num_given: Counter[tuple[int, str]] = Counter()
-        self._num_ranks: Counter[tuple[str, int]] = Counter()
+        self._first: dict[Hashable, tuple[int, list[str]]] = {}
+        self._counts: Counter[Hashable] = Counter()
 
     def compare(
-        self, rank: int, label: str, lines: list[str]
+        self, group: Members, rank: int, label: str, lines: list[str]
     ) -> tuple[int, list[str]] | None:
         """Compare a value with the first rank's. Return that rank and value if they differ."""
-        self._num_given[rank, label] += 1
-        place = label, self._num_given[rank, label]
+        self._counts[group, label, "of", rank] += 1
+        place = group, label, self._counts[group, label, "of", rank]
         first = self._first.setdefault(place, (rank, lines))
-        self._num_ranks[place] += 1
-        if self._num_ranks[place] == self._size:
-            del self._first[place], self._num_ranks[place]
+        self._counts[place] += 1
+        if self._counts[place] == len(group.ranks):
+            del self._first[place], self._counts[place]
         return None if first[1] == lines else first
 
 
@@ -727,7 +706,7 @@ class SimulatedWork(Work):
         """Return the sender of the message that a `recv` received."""
         self.wait()
         call, meeting = self._posted[0]
-        return call.group.place_of(meeting.calls[0].rank)
+        return call.group.ranks.index(meeting.calls[0].rank)
 
 
 def _write(target: torch.Tensor, how: Callable[[torch.Tensor], object]) -> None:

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from traceback import walk_tb
 from types import SimpleNamespace
-from typing import Any, Literal, NoReturn, TypeAlias, cast, get_args
+from typing import Any, Literal, NoReturn, TypeAlias, cast
 
 import attrs
 import torch
@@ -44,6 +44,7 @@ class SimulatedGroup(dist.ProcessGroup):
         log: the collectives that all ranks have completed so far.
         activity: the rank's current update and collective label.
         members: the ranks of the group.
+        rank_of_run: this rank's number in the run, not in the group.
     """
 
     def __init__(
@@ -51,24 +52,19 @@ class SimulatedGroup(dist.ProcessGroup):
         rank: int,
         members: Members,
         post: Post,
-        log: "Sequence[Entry]" = (),
+        log: Sequence[Entry] = (),
         activity: connection.Activity | None = None,
     ) -> None:
         """Initialize for a rank of the run, with its group, `post` function, and log."""
         size = len(members.ranks)
-        super().__init__(members.place_of(rank), size)  # pyright: ignore[reportCallIssue] - no store needed
-        self._rank = rank
+        super().__init__(members.ranks.index(rank), size)  # pyright: ignore[reportCallIssue] - no store needed
+        self.rank_of_run = rank
         self._size = size
         self._post = post
         self._name: Any = None  # Any, because torch declares a private type
         self.members = members
         self.log = log
         self.activity = connection.Activity() if activity is None else activity
-
-    @property
-    def rank_of_run(self) -> int:
-        """This rank's number in the run, not in the group."""
-        return self._rank
 
     def getBackendName(self) -> str:  # noqa: N802 - torch calls this name
         """Return the backend's name that torch prints."""
@@ -225,13 +221,13 @@ class SimulatedGroup(dist.ProcessGroup):
         self, members: Members, activity: connection.Activity
     ) -> "SimulatedGroup":
         """Return this rank's process group for `members`."""
-        return SimulatedGroup(self._rank, members, self._post, self.log, activity)
+        return SimulatedGroup(self.rank_of_run, members, self._post, self.log, activity)
 
     @property
     def group_name(self) -> str:
         """The name that torch's functional collectives use to find this group."""
         if self._name is None:
-            self._name = f"simulated {next(_names)}, rank {self._rank}"
+            self._name = f"simulated {next(_names)}, rank {self.rank_of_run}"
             c10d._register_process_group(self._name, self)
         return self._name
 
@@ -246,7 +242,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def new_group(self, *args: object, **named: object) -> NoReturn:
         """Raise an error, because the simulation does not know new process groups of torch."""
         msg = (
-            f"Rank {self._rank} of {self._size}: a simulated world cannot have new process"
+            f"Rank {self.rank_of_run} of {self._size}: a simulated world cannot have new process"
             " groups of torch. Use world.split(size=...), or simulate(size, fn, axes={...}) and"
             " world.along(name). As a DeviceMesh, use world.mesh."
         )
@@ -255,7 +251,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def shutdown(self) -> NoReturn:
         """Raise an error, because the group ends when the function of `simulate` ends."""
         msg = (
-            f"Rank {self._rank} of {self._size}: you cannot destroy the process group of a"
+            f"Rank {self.rank_of_run} of {self._size}: you cannot destroy the process group of a"
             " simulated world. Leave out the call: the group ends with the world."
         )
         raise SimulationError(msg)
@@ -288,7 +284,7 @@ class SimulatedGroup(dist.ProcessGroup):
                 )
                 raise ArgumentError(msg)
         return Call(
-            rank=self._rank,
+            rank=self.rank_of_run,
             kind=kind,
             group=self.members,
             sends=tuple(tensor.detach().clone() for tensor in sends),
@@ -390,14 +386,9 @@ _numbers = count(1 << 48)
 def tell_rank() -> None:
     """Make device meshes see a thread id for this rank that no other rank of any run has."""
     number = next(_numbers)
-    answers = _threaded_backend, SimpleNamespace(get_ident=lambda: number)
+    answers = (lambda *_: "threaded"), SimpleNamespace(get_ident=lambda: number)  # pyright: ignore[reportUnknownLambdaType]
     for (module, name), answer in zip(ASKED, answers, strict=True):
         setattr(module, name, answer)
-
-
-def _threaded_backend(group: Any = None) -> str:
-    del group
-    return "threaded"
 
 
 def clear_caches() -> None:
@@ -437,20 +428,14 @@ class Registry:
     group_count: int = 0
     numbers: dict[int, int] = attrs.field(factory=dict[int, int])
 
-    @classmethod
-    def of(cls, group: SimulatedGroup) -> "Registry":
-        """Create the registry of a rank, with this group as the world's group."""
-        registry = cls()
-        registry.begin(group)
-        return registry
-
-    def begin(self, group: SimulatedGroup) -> None:
+    def begin(self, group: SimulatedGroup) -> "Registry":
         """Set the world's group, and number the ranks by their order in that group."""
         self.numbers = {rank: place for place, rank in enumerate(group.members.ranks)}
         default = SimulatedGroup(group.rank_of_run, group.members, _refuse)
         self.default_pg, self.tags_to_pg = default, {"": [group, default]}
         self.add(group)
         self.add(default)
+        return self
 
     def add(self, group: SimulatedGroup) -> None:
         """Register a group of some of the world's ranks."""
@@ -465,9 +450,9 @@ class Registry:
     def remove(self, group: SimulatedGroup) -> None:
         """Remove a group from this registry and from torch's list of names."""
         group.unregister()
-        for mapping in (self.pg_map, self.pg_names, self.pg_group_ranks):
+        groups = self.pg_map, self.pg_names, self.pg_group_ranks, self.pg_backend_config
+        for mapping in groups:
             mapping.pop(group, None)
-        self.pg_backend_config.pop(group, None)
 
     def close(self) -> None:
         """Remove all groups from torch's list of names."""
@@ -500,46 +485,29 @@ class _Stream(torch.cpu.Stream):
         return torch.cpu.Event()
 
 
-class _Meta:
-    """The module `torch.meta` for the meta device, with one device."""
-
-    Stream, Event = _Stream, torch.cpu.Event
-    stream = staticmethod(torch.cpu.stream)
-
-    @staticmethod
-    def device_count() -> int:
-        """Return 1, the number of meta devices."""
-        return 1
-
-    @staticmethod
-    def current_device() -> int:
-        """Return 0, the index of the meta device."""
-        return 0
-
-    @staticmethod
-    def is_initialized() -> bool:
-        """Return True, because the device needs no initialization."""
-        return True
-
-    @staticmethod
-    def current_stream(device: Any = None) -> _Stream:
-        """Return a stream that does nothing."""
-        del device
-        return _Stream()
+_META = SimpleNamespace(
+    Stream=_Stream,
+    Event=torch.cpu.Event,
+    stream=torch.cpu.stream,
+    device_count=lambda: 1,
+    current_device=lambda: 0,
+    is_initialized=lambda: True,
+    current_stream=_Stream,  # its only argument has no effect
+)
+"""The module `torch.meta` for the meta device, with one device."""
 
 
 @contextmanager
 def known_to_torch(device: torch.device) -> Generator[None]:
     """In a `with` block: add the module `torch.meta` if ranks compute on the meta device."""
-    name = device.type
-    if name != "meta" or hasattr(torch, name):
+    if device.type != "meta" or hasattr(torch, "meta"):
         yield
         return
-    setattr(torch, name, _Meta)
+    setattr(torch, device.type, _META)
     try:
         yield
     finally:
-        delattr(torch, name)
+        delattr(torch, device.type)
 
 
 # The error message for a rank that reads the value of a meta tensor.
@@ -597,7 +565,7 @@ def _line_of(error: BaseException) -> str:
 Algorithm: TypeAlias = Literal["ring", "tree", "gloo"]
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Cost:
     """The cost of one collective on the network links.
 
@@ -643,22 +611,10 @@ def payload_of(entry: Entry) -> Payload:
     )
 
 
-def check_algorithm(call: str, algorithm: object) -> None:
-    """Raise an error if the name of the algorithm is unknown.
-
-    Raises:
-        ArgumentError: the algorithm is unknown.
-    """
-    if algorithm not in get_args(Algorithm):
-        names = ", ".join(map(repr, get_args(Algorithm)))
-        msg = f"{call}(algorithm={algorithm!r}): expected one of {names}."
-        raise ArgumentError(msg)
-
-
 def cost(payload: Payload, algorithm: Algorithm) -> Cost:
     """Return the cost of a collective under an algorithm."""
     if payload.ranks == 1:
-        return Cost(num_bytes=0, rounds=0, busiest=0.0)
+        return Cost(0, 0, 0.0)
     kind = payload.kind
     if payload.is_sparse and kind == "all_reduce":  # ranks all-gather sparse tensors
         kind = "all_gather"
@@ -668,19 +624,19 @@ def cost(payload: Payload, algorithm: Algorithm) -> Cost:
 def _pipeline(payload: Payload) -> Cost:
     """Return the cost of passing pieces of a tensor from rank to rank."""
     hops, n = payload.ranks - 1, payload.most
-    return Cost(num_bytes=hops * n, rounds=hops, busiest=n)
+    return Cost(hops * n, hops, n)
 
 
 def _in_a_tree(payload: Payload) -> Cost:
     """Return the cost of a tree, which sends from one rank to two, to four, or back."""
     n, depth = payload.most, (payload.ranks - 1).bit_length()
-    return Cost(num_bytes=(payload.ranks - 1) * n, rounds=depth, busiest=depth * n)
+    return Cost((payload.ranks - 1) * n, depth, depth * n)
 
 
 def _reduce_scatter(payload: Payload) -> Cost:
     """Return the cost of passing each piece once around the ring of ranks."""
     hops, n = payload.ranks - 1, payload.most
-    return Cost(num_bytes=hops * n, rounds=hops, busiest=hops * n / payload.ranks)
+    return Cost(hops * n, hops, hops * n / payload.ranks)
 
 
 def _twice(once: Callable[[Payload], Cost]) -> Callable[[Payload], Cost]:
@@ -688,11 +644,7 @@ def _twice(once: Callable[[Payload], Cost]) -> Callable[[Payload], Cost]:
 
     def cost(payload: Payload) -> Cost:
         half = once(payload)
-        return Cost(
-            num_bytes=2 * half.num_bytes,
-            rounds=2 * half.rounds,
-            busiest=2 * half.busiest,
-        )
+        return Cost(2 * half.num_bytes, 2 * half.rounds, 2 * half.busiest)
 
     return cost
 
@@ -701,32 +653,20 @@ def _reduce_by_gloo(payload: Payload) -> Cost:
     """Return the cost of a ring reduce-scatter followed by a gather on the root."""
     ring, n = _reduce_scatter(payload), payload.most
     gather_bytes = n - n // payload.ranks
-    return Cost(
-        num_bytes=ring.num_bytes + gather_bytes,
-        rounds=2 * ring.rounds,
-        busiest=2 * ring.busiest,
-    )
+    return Cost(ring.num_bytes + gather_bytes, 2 * ring.rounds, 2 * ring.busiest)
 
 
 def _all_gather(payload: Payload) -> Cost:
     hops = payload.ranks - 1
-    return Cost(
-        num_bytes=hops * payload.total, rounds=hops, busiest=hops * payload.most
-    )
+    return Cost(hops * payload.total, hops, hops * payload.most)
 
 
 def _gather(payload: Payload) -> Cost:
-    return Cost(
-        num_bytes=payload.total, rounds=payload.ranks - 1, busiest=payload.total
-    )
+    return Cost(payload.total, payload.ranks - 1, payload.total)
 
 
 def _to_each_its_own(payload: Payload) -> Cost:
-    return Cost(num_bytes=payload.total, rounds=payload.ranks - 1, busiest=payload.most)
-
-
-def _message(payload: Payload) -> Cost:
-    return Cost(num_bytes=payload.most, rounds=1, busiest=payload.most)
+    return Cost(payload.total, payload.ranks - 1, payload.most)
 
 
 _RING: Mapping[str, Callable[[Payload], Cost]] = {
@@ -742,7 +682,7 @@ _RING: Mapping[str, Callable[[Payload], Cost]] = {
     "all_to_all": _to_each_its_own,
     "all_to_all_single": _to_each_its_own,
     "barrier": _in_a_tree,
-    "send": _message,
+    "send": _pipeline,
 }
 _COSTS: Mapping[Algorithm, Mapping[str, Callable[[Payload], Cost]]] = {
     "ring": _RING,

@@ -11,13 +11,8 @@ from accelfn import World
 from accelfn.errors import ArgumentError
 from accelfn.plug import arguments, devices
 from accelfn.plug import axes as arithmetic
-from accelfn.testing.simulation.calls import Crash, Entry, Fault, Sums
-from accelfn.testing.simulation.group import (
-    Algorithm,
-    check_algorithm,
-    cost,
-    payload_of,
-)
+from accelfn.testing.simulation.calls import Crash, Entry, Fault, Sums, check_choice
+from accelfn.testing.simulation.group import Algorithm, cost, payload_of
 
 T = TypeVar("T")
 By: TypeAlias = Literal["label", "kind", "step", "group", "site"]
@@ -72,11 +67,8 @@ class Run(Sequence[T], Generic[T]):
         Raises:
             ArgumentError: `by` is not an attribute to group by, or the algorithm is unknown.
         """
-        if by not in get_args(By):
-            names = ", ".join(map(repr, get_args(By)))
-            msg = f"Run.sent(by={by!r}): expected one of {names}."
-            raise ArgumentError(msg)
-        check_algorithm("Run.sent", algorithm)
+        check_choice("Run.sent", "by", by, By)
+        check_choice("Run.sent", "algorithm", algorithm, Algorithm)
         totals: dict[Any, int] = {}
         for entry in self.log:
             key = getattr(entry, by)
@@ -88,9 +80,8 @@ class Run(Sequence[T], Generic[T]):
 def _device(name: str | torch.device) -> torch.device:
     """Return the device of this name. A real world does not accept "meta", this function does."""
     device = devices.parse_device(name)
-    return (
-        device if device.type == "meta" else devices.choose_device(name, local_rank=0)
-    )
+    is_meta = device.type == "meta"
+    return device if is_meta else devices.choose_device(name, local_rank=0)
 
 
 @attrs.frozen
@@ -106,10 +97,7 @@ class Plan:
     sums: Sums = "ranks"
     seed: int = 0
     axes: Mapping[str, int] = attrs.field(factory=dict[str, int])
-    device: torch.device = attrs.field(
-        factory=lambda: torch.device("cpu"),
-        converter=_device,
-    )
+    device: torch.device = attrs.field(default=torch.device("cpu"), converter=_device)
     elastic: int | None = None
 
     def __attrs_post_init__(self) -> None:
@@ -137,10 +125,7 @@ class Plan:
         if not arguments.is_integer(self.seed):
             msg = f"simulate(seed={self.seed!r}): expected an integer."
             raise ArgumentError(msg)
-        if self.sums not in get_args(Sums):
-            names = ", ".join(map(repr, get_args(Sums)))
-            msg = f"simulate(sums={self.sums!r}): expected one of {names}."
-            raise ArgumentError(msg)
+        check_choice("simulate", "sums", self.sums, Sums)
         self._check_elastic()
         self._check_faults()
 
@@ -184,18 +169,17 @@ class Plan:
     def __str__(self) -> str:
         """Return the call that repeats the run."""
         name = arguments.qualname(self.fn)
-        options: dict[str, tuple[Any, Any]] = {
-            "schedule": (list(self.schedule), []),
-            "faults": (list(self.faults), []),
-            "sums": (self.sums, "ranks"),
-            "axes": (dict(self.axes), {}),
-            "device": (str(self.device), "cpu"),
-            "elastic": (self.elastic, None),
-            "seed": (self.seed, 0),
+        options: dict[str, Any] = {
+            "schedule": list(self.schedule),
+            "faults": list(self.faults),
+            "sums": self.sums,
+            "axes": dict(self.axes),
+            "device": str(self.device),
+            "elastic": self.elastic,
+            "seed": self.seed,
         }
+        defaults = [], {}, "ranks", "cpu", None, 0
         parts = [
-            f"{option}={value!r}"
-            for option, (value, default) in options.items()
-            if value != default
+            f"{k}={value!r}" for k, value in options.items() if value not in defaults
         ]
         return f"accelfn.testing.simulate({', '.join([str(self.size), name, *parts])})"

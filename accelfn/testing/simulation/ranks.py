@@ -28,7 +28,7 @@ from accelfn.plug import axes, background, devices, draws
 from accelfn.plug import connection as connections
 from accelfn.testing.simulation import group
 from accelfn.testing.simulation.calls import Crashed, Members
-from accelfn.testing.simulation.exchange import Exchange, SharedValues, SimulatedWork
+from accelfn.testing.simulation.exchange import Exchange, SimulatedWork
 from accelfn.testing.simulation.group import (
     Registry,
     SimulatedGroup,
@@ -59,42 +59,25 @@ _ATTRIBUTES: tuple[tuple[ModuleType, str], ...] = (
 )
 
 
-@attrs.define
-class _Kept:
-    """One rank's copy of the process's global values."""
+def _keep(device: torch.device) -> Callable[[], None]:
+    """Return a function that sets the process's global values to their values of now."""
+    generators = [(rng, rng.get_state()) for rng in draws.generators(device)]
+    python, dtype = random.getstate(), torch.get_default_dtype()
+    bits, normal = mtrand.get_bit_generator(), draws.normal_of_numpy()
+    attributes = [(*place, getattr(*place)) for place in _ATTRIBUTES]
 
-    generators: list[torch.Tensor]
-    python: Any
-    bits: np.random.BitGenerator
-    normal: tuple[int, float]
-    dtype: torch.dtype
-    attributes: list[Any]
-
-    @classmethod
-    def of_process(cls, device: torch.device) -> "_Kept":
-        return cls(
-            generators=[
-                generator.get_state() for generator in draws.generators(device)
-            ],
-            python=random.getstate(),
-            bits=mtrand.get_bit_generator(),
-            normal=draws.normal_of_numpy(),
-            dtype=torch.get_default_dtype(),
-            attributes=[getattr(module, name) for module, name in _ATTRIBUTES],
-        )
-
-    def put_back(self, device: torch.device) -> None:
-        for generator, state in zip(
-            draws.generators(device), self.generators, strict=True
-        ):
+    def put_back() -> None:
+        for generator, state in generators:
             generator.set_state(state)
-        random.setstate(self.python)
-        mtrand.set_bit_generator(self.bits)
-        draws.put_back_normal_of_numpy(self.normal)
-        if torch.get_default_dtype() is not self.dtype:
-            torch.set_default_dtype(self.dtype)
-        for (module, name), value in zip(_ATTRIBUTES, self.attributes, strict=True):
-            setattr(module, name, value)
+        random.setstate(python)
+        mtrand.set_bit_generator(bits)
+        draws.put_back_normal_of_numpy(normal)
+        if torch.get_default_dtype() is not dtype:
+            torch.set_default_dtype(dtype)
+        for attribute in attributes:
+            setattr(*attribute)
+
+    return put_back
 
 
 class Ambient:
@@ -107,32 +90,29 @@ class Ambient:
         self._seed = seed
         self._registries = registries
         self._device = device
-        self._callers = _Kept.of_process(device)
-        self._kept: dict[int, _Kept] = {}
+        self._put_back_callers = _keep(device)
+        self._put_back: dict[int, Callable[[], None]] = {}
 
     def enter(self, rank: int) -> None:
         """Set the process's global values to this rank's copy."""
-        snapshot = self._kept.get(rank)
-        if snapshot is None:
-            self._callers.put_back(self._device)
-            mtrand.set_bit_generator(np.random.MT19937(0))
-            seed_rank(self._seed, rank, self._device)
-            setattr(*_FILTERS, list(warnings.filters))
-            setattr(*_GROUPS, self._registries[rank])
-            setattr(*_TURN, draws.Turn())
-            group.tell_rank()
+        if rank in self._put_back:
+            self._put_back[rank]()
         else:
-            snapshot.put_back(self._device)
+            self.start(rank, self._registries[rank])
 
-    def restart(self, rank: int, registry: Registry) -> None:
-        """Set the process's global values for a rank that starts again."""
-        self._registries[rank] = registry
-        self._kept.pop(rank, None)
-        self.enter(rank)
+    def start(self, rank: int, registry: Registry) -> None:
+        """Set the process's global values for a rank that starts, or starts again."""
+        self._put_back_callers()
+        mtrand.set_bit_generator(np.random.MT19937(0))
+        seed_rank(self._seed, rank, self._device)
+        setattr(*_FILTERS, list(warnings.filters))
+        setattr(*_GROUPS, registry)
+        setattr(*_TURN, draws.Turn())
+        group.tell_rank()
 
     def leave(self, rank: int) -> None:
         """Store the process's global values as this rank's copy."""
-        self._kept[rank] = _Kept.of_process(self._device)
+        self._put_back[rank] = _keep(self._device)
 
 
 def seed_rank(seed: int, rank: int, device: torch.device) -> None:
@@ -147,17 +127,16 @@ def seed_rank(seed: int, rank: int, device: torch.device) -> None:
 @contextmanager
 def process_kept(device: torch.device) -> Generator[None]:
     """On exit from the `with` block, restore the process's global values and environment."""
-    snapshot = _Kept.of_process(device)
+    put_back = _keep(device)
     deterministic = _deterministic()
     environment = dict(os.environ)
     try:
         yield
     finally:
-        snapshot.put_back(device)
+        put_back()
         if _deterministic() != deterministic:  # the setter imports a compiler
-            torch.use_deterministic_algorithms(
-                deterministic[0], warn_only=deterministic[1]
-            )
+            is_on, warns = deterministic
+            torch.use_deterministic_algorithms(is_on, warn_only=warns)
         if dict(os.environ) != environment:
             for name in set(os.environ) - set(environment):
                 del os.environ[name]
@@ -245,16 +224,15 @@ def run_simulation(plan: Plan) -> Run[Any]:
 
 
 def _run(plan: Plan) -> Run[Any]:
-    exchange = Exchange(plan.size, plan.faults, plan.sums, least=plan.elastic)
+    exchange = Exchange(plan.size, plan.faults, plan.sums, plan.elastic)
     post = partial(SimulatedWork, exchange)
     everyone = Members("", tuple(range(plan.size)))
     groups = [
         SimulatedGroup(rank, everyone, post, exchange.log, exchange.activity(rank))
         for rank in range(plan.size)
     ]
-    run = _Run(exchange, is_elastic=plan.elastic is not None)
-    registries = [Registry.of(group) for group in groups]
-    ambient = Ambient(plan.seed, list(registries), plan.device)
+    registries = [Registry().begin(group) for group in groups]
+    ambient = Ambient(plan.seed, registries, plan.device)
     exchange.turns = Turns(
         plan.size,
         plan.schedule,
@@ -282,13 +260,13 @@ def _run(plan: Plan) -> Run[Any]:
 
     def body(rank: int) -> None:
         _inside.rank = True
-        live(rank, _world(rank, plan, _Room(run, groups[rank], registries[rank])))
+        live(rank, _world(rank, plan, _Room(exchange, groups[rank], registries[rank])))
         while exchange.await_return(rank):
             alone = exchange.regroup.alone(rank)
             group = SimulatedGroup(rank, alone, post, exchange.log)
-            registries.append(Registry.of(group))
-            ambient.restart(rank, registries[-1])
-            room = _Room(run, group, registries[-1], is_newcomer=True)
+            registries.append(Registry().begin(group))
+            ambient.start(rank, registries[-1])
+            room = _Room(exchange, group, registries[-1], is_newcomer=True)
             live(rank, World(device=plan.device, group=room.connection()))
 
     try:
@@ -327,21 +305,10 @@ def _world(rank: int, plan: Plan, room: "_Room") -> World:
 
 
 @attrs.frozen
-class _Run:
-    """Objects that all ranks of a run share."""
-
-    exchange: Exchange
-    is_elastic: bool = False
-    shared_values: dict[Members, SharedValues] = attrs.field(
-        factory=dict[Members, SharedValues]
-    )
-
-
-@attrs.frozen
 class _Room:
     """One rank's view of a group, with the operations that a `Connection` needs in simulation."""
 
-    _run: _Run
+    _exchange: Exchange
     group: SimulatedGroup
     _registry: Registry
     is_newcomer: bool = False
@@ -353,18 +320,18 @@ class _Room:
             self.group,
             activity=self.group.activity,
             simulated=self,
-            regrouping=self if self._run.is_elastic and self.is_whole else None,
+            regrouping=self if self._exchange.is_elastic and self.is_whole else None,
         )
 
     def is_awaited(self) -> bool:
         """Let returning ranks arrive. Return whether a rank waits to join."""
-        exchange = self._run.exchange
-        exchange.let_others(self.group.rank_of_run, lambda: exchange.regroup.is_quiet)
-        return exchange.regroup.is_awaited
+        regroup = self._exchange.regroup
+        self._exchange.let_others(self.group.rank_of_run, lambda: regroup.is_quiet)
+        return regroup.is_awaited
 
     def meet(self, world: World) -> World:
         """Return the next world, with the remaining ranks and the waiting ranks."""
-        exchange, rank = self._run.exchange, self.group.rank_of_run
+        exchange, rank = self._exchange, self.group.rank_of_run
         exchange.regroup.come(rank)
         exchange.let_others(rank, lambda: exchange.regroup.is_due(rank))
         activity = exchange.activity(rank) if self.is_newcomer else None
@@ -389,11 +356,8 @@ class _Room:
 
     def compare(self, label: str, rows: list[str]) -> tuple[int, list[str]] | None:
         """Return the first rank and its rows if they differ from this rank's rows, else None."""
-        members = self.group.members
-        shared_values = self._run.shared_values.setdefault(
-            members, SharedValues(len(members.ranks))
-        )
-        return shared_values.compare(self.group.rank(), label, rows)
+        rank, members = self.group.rank(), self.group.members
+        return self._exchange.shared.compare(members, rank, label, rows)
 
     def part(self, name: str, ranks: tuple[int, ...]) -> tuple[SimulatedGroup, "_Room"]:
         """Return the group of some of these ranks, including this rank, and its view."""
@@ -411,7 +375,7 @@ class _Room:
         inner = attrs.evolve(world, group=connection)
 
         def give_up() -> None:
-            self._run.exchange.give_up(self.group.rank_of_run, members)
+            self._exchange.give_up(self.group.rank_of_run, members)
             connection.close()
             self._registry.remove(room.group)
 

@@ -47,7 +47,7 @@ class Turns:
         loses the turn, and `on_enter` after the rank gets the turn.
         """
         self._gates = [threading.Lock() for _ in range(size)]
-        self._waiting: dict[int, Ready] = dict.fromkeys(range(size), _at_once)
+        self._waiting: dict[int, Ready] = dict.fromkeys(range(size), lambda: True)
         self._choices = iter(choices)
         self._core = _this_core()
         self._on_stuck = on_stuck
@@ -194,7 +194,8 @@ class Turns:
     def _able(self, after: int) -> Iterator[int]:
         size = len(self._gates)
         ring = ((after + i) % size for i in range(size))
-        return (rank for rank in ring if self._waiting.get(rank, _never)())
+        waiting = self._waiting
+        return (rank for rank in ring if rank in waiting and waiting[rank]())
 
 
 def _raise_in(thread: int, error: type[BaseException]) -> None:
@@ -227,14 +228,6 @@ def _share_a_core(core: int | None, thread: threading.Thread | None = None) -> N
 def _clocks() -> tuple[float, float]:
     """Return wall-clock seconds, and seconds of computing in this process."""
     return time.monotonic(), time.process_time()
-
-
-def _at_once() -> bool:
-    return True
-
-
-def _never() -> bool:
-    return False
 
 
 class Regroup:
@@ -296,21 +289,18 @@ class Regroup:
                 return rank, how
         return None
 
-    def is_broken(self, group: Members) -> bool:
-        """Whether a rank crashed as a member of this group."""
-        return self.lost_of(group) is not None
-
     def expect(self, rank: int, update: int) -> None:
         """Record that a lost rank comes back when another rank has begun this update."""
         self._coming[rank] = update
 
-    def may_return(self, rank: int) -> bool:
-        """Whether another rank has begun the update of a rank's return, or all have ended."""
-        return self.reached >= self._coming[rank] or not self._members
+    def returns(self, rank: int) -> bool | None:
+        """Whether a rank comes back: True if another rank has begun the update of its return.
 
-    def returns(self, rank: int) -> bool:
-        """Whether another rank has begun the update of a rank's return, and ranks still run."""
-        return self.reached >= self._coming[rank] and bool(self._members)
+        False if all ranks have ended, and None if it is still unknown.
+        """
+        if not self._members:
+            return False
+        return self.reached >= self._coming[rank] or None
 
     def check_returned(self) -> None:
         """Raise an error if a rank did not return as planned, or was not joined after its return.
