@@ -37,12 +37,12 @@ if _typing.TYPE_CHECKING:
     from accelfn import track as track
     from accelfn import typing as typing
     from accelfn.base.tree import Pending as Pending
-    from accelfn.checkpoint import CheckpointStore as CheckpointStore
-    from accelfn.checkpoint import load as load
-    from accelfn.checkpoint import load_part as load_part
-    from accelfn.checkpoint import regroup as regroup
-    from accelfn.checkpoint import save as save
-    from accelfn.checkpoint import with_world as with_world
+    from accelfn.checkpoint.load import load as load
+    from accelfn.checkpoint.load import load_part as load_part
+    from accelfn.checkpoint.moving import regroup as regroup
+    from accelfn.checkpoint.moving import with_world as with_world
+    from accelfn.checkpoint.save import save as save
+    from accelfn.checkpoint.store import CheckpointStore as CheckpointStore
     from accelfn.collectives.packed import barrier as barrier
     from accelfn.collectives.trees import all_gather as all_gather
     from accelfn.collectives.trees import all_gather_objects as all_gather_objects
@@ -63,8 +63,6 @@ if _typing.TYPE_CHECKING:
     from accelfn.definition.transform import Transform as Transform
     from accelfn.definition.transform import chain as chain
     from accelfn.definition.transform import transform as transform
-    from accelfn.interop.accelerate import import_state as import_state
-    from accelfn.interop.torch_files import import_torch_weights as import_torch_weights
     from accelfn.launching.function import launch as launch
     from accelfn.loop.batches import batches as batches
     from accelfn.loop.batches import seek as seek
@@ -90,8 +88,6 @@ if _typing.TYPE_CHECKING:
     from accelfn.loop.run import stopping as stopping
     from accelfn.model.optimizer import combine_optimizers as combine_optimizers
     from accelfn.model.optimizer import lomo as lomo
-    from accelfn.placing.placed import on_devices as on_devices
-    from accelfn.placing.plan import plan_devices as plan_devices
     from accelfn.state.results import Grads as Grads
     from accelfn.state.results import Loss as Loss
     from accelfn.state.results import Metrics as Metrics
@@ -136,11 +132,15 @@ if _typing.TYPE_CHECKING:
         optimizer_in_backward as optimizer_in_backward,
     )
     from accelfn.transforms.tensor_parallel import tensor_parallel as tensor_parallel
+    from accelfn.weights.accelerate import import_state as import_state
+    from accelfn.weights.device_map import plan_devices as plan_devices
     from accelfn.weights.export import export_model as export_model
     from accelfn.weights.export import full_params as full_params
     from accelfn.weights.export import save_pretrained as save_pretrained
     from accelfn.weights.importing import empty_weights as empty_weights
     from accelfn.weights.importing import import_model as import_model
+    from accelfn.weights.on_devices import on_devices as on_devices
+    from accelfn.weights.torch_files import import_torch_weights as import_torch_weights
     from accelfn.world import World as World
 else:  # hidden from type checkers, so that they report misspelt names
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Internal names for authors of engines, checkpoint readers and trackers.
 
-Optional packages (`accelfn.deepspeed`, `accelfn.interop`, `accelfn.track` and others) import
+Optional packages (`accelfn.deepspeed`, `accelfn.weights`, `accelfn.track` and others) import
 only public names and the names in this module. A name is imported when it is first used.
 """
 
@@ -34,29 +34,26 @@ if TYPE_CHECKING:
     # Background saves: a thread writes them while training continues.
     from accelfn.checkpoint import background as background
 
+    # Writes a directory that becomes visible only when it is complete on disk.
+    from accelfn.checkpoint import commit as commit
+
     # Writes safetensors files with digests, and reads them tensor by tensor.
     from accelfn.checkpoint import files as files
 
-    # Creates a state from tensors that another library saved.
-    from accelfn.checkpoint import foreign as foreign
+    # Reads tensors on all ranks, or raises the same error on all of them.
+    from accelfn.checkpoint import load as load
+
+    # The fields of a state that a checkpoint saves, and the state with such fields.
+    from accelfn.checkpoint import save as save
 
     # Boxes: the rectangular pieces of a tensor on ranks and in files.
     from accelfn.checkpoint import slices as slices
-
-    # Writes a directory that becomes visible only when it is complete on disk.
-    from accelfn.checkpoint.commit import new_directory as new_directory
 
     # Reads a checkpoint: its manifest, fields and tensors.
     from accelfn.checkpoint.elastic import Source as Source
 
     # Lists the checkpoints in a store's directory, by step.
     from accelfn.checkpoint.manifest import checkpoints_in as checkpoints_in
-
-    # Returns the fields of a state that a checkpoint saves.
-    from accelfn.checkpoint.save import fields_of as fields_of
-
-    # Returns a state with fields from a checkpoint.
-    from accelfn.checkpoint.save import with_fields as with_fields
 
     # The methods and facts that a transform can have.
     from accelfn.definition import transform as transform
@@ -103,11 +100,11 @@ if TYPE_CHECKING:
     # Passes a signal to the loop that waits for a signal.
     from accelfn.loop.run import deliver as deliver
 
+    # Models without values, and models that only their forward pass may use.
+    from accelfn.model import model as model
+
     # The entries of an optimizer's state, by parameter and by group.
     from accelfn.model import optimizer as optimizer
-
-    # A context: inside, every use of the model except its forward pass raises an error.
-    from accelfn.model.model import mark_placed as mark_placed
 
     # Calls a method of all transforms, in the order of the chain.
     from accelfn.state import update as update
@@ -115,11 +112,11 @@ if TYPE_CHECKING:
     # How gradients were computed: their weight, and whether they are divided by the weight.
     from accelfn.state.results import GradInfo as GradInfo
 
-    # Reads and writes safetensors files of models, and the index of sharded files.
-    from accelfn.weights import export as export
+    # Raises if an argument is not a state, or is a state that a step has used up.
+    from accelfn.state.state import check_state as check_state
 
-    # Loads tensors from files into models, one by one or memory-mapped.
-    from accelfn.weights import importing as importing
+    # Returns the parameters of a state, or those in a slot.
+    from accelfn.state.views import params_at as params_at
 
     # The names and sizes of a world's axes, and the ranks along them.
     from accelfn.world import axes as axes

@@ -12,8 +12,8 @@ if _typing.TYPE_CHECKING:
     from accelfn.data.plan import Plan as Plan
     from accelfn.loop.batches import Batches as Batches
     from accelfn.loop.control import RankLogger as RankLogger
-    from accelfn.placing.plan import DeviceMap as DeviceMap
     from accelfn.state.results import WeightedSum as WeightedSum
+    from accelfn.weights.device_map import DeviceMap as DeviceMap
 else:
 
     def __getattr__(name: str) -> object:

@@ -14,5 +14,6 @@ from accelfn.collectives.packed import gather_text as gather_text
 from accelfn.collectives.packed import reduce_to_holders_ as reduce_to_holders_
 from accelfn.collectives.packed import start_sum_ as start_sum_
 from accelfn.collectives.packed import sum_ as sum_
+from accelfn.collectives.replicas import by_calls as by_calls
 from accelfn.collectives.replicas import gather_full as gather_full
 from accelfn.collectives.trees import join_rows as join_rows

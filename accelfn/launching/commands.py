@@ -16,9 +16,9 @@ import attrs
 from torch.utils.collect_env import get_env_info, pretty_str
 
 from accelfn.errors import CheckpointCorruptError, CheckpointError, LaunchError
-from accelfn.interop.torch_files import write_distributed
 from accelfn.launching.settings import Settings, read
-from accelfn.plug import Source, arguments, checkpoints_in, files, new_directory
+from accelfn.plug import Source, arguments, checkpoints_in, commit, files
+from accelfn.weights.torch_files import write_distributed
 
 _PACKAGES = (
     *("accelfn", "torch", "torchdata", "numpy", "safetensors", "cloudpickle"),
@@ -213,7 +213,7 @@ def export(
         source = attrs.evolve(source, on_read=advance)
         tensors = source.tensors(set(names.values()))
     model = {name: tensors[tensor] for name, tensor in names.items()}
-    with new_directory(Path(out)) as partial:
+    with commit.new_directory(Path(out)) as partial:
         if kind == "dcp":
             opt_state, target = source.fields()["opt_state"], ""
             size = write_distributed(partial, model, opt_state, manifest.step)

@@ -28,7 +28,7 @@ from accelfn.step.step import Step
 from accelfn.world import World
 
 if TYPE_CHECKING:
-    from accelfn.checkpoint import CheckpointStore
+    from accelfn.checkpoint.store import CheckpointStore
     from accelfn.data import Batch
 
 # `stopping`: after a signal, stop all ranks of a run after the same step.

@@ -27,7 +27,7 @@ from pytest_accelfn import register_profiles
 
 from accelfn import Batch, World
 from accelfn.errors import ArgumentError, CheckpointError, SimulationError
-from accelfn.plug import codec, fields_of, tree, with_fields
+from accelfn.plug import codec, save, tree
 from accelfn.testing.laws import leaves
 from accelfn.testing.simulate import simulate
 from accelfn.testing.simulation.calls import Entry
@@ -169,7 +169,9 @@ def replay(directory: str | os.PathLike[str]) -> None:
         bundle = bundles[world.rank]
         start, step = make(world)
         fields = iter(bundle["states"])
-        states = tree.tree_map(lambda state: with_fields(state, next(fields)), start)
+        states = tree.tree_map(
+            lambda state: save.with_fields(state, next(fields)), start
+        )
         step(states, *map(_again, bundle["given"]))
 
     simulate(len(bundles), rank)
@@ -212,7 +214,9 @@ def _write(
         },
         "states": None
         if over  # the step raised in the middle of an update: tensors are partly updated
-        else [codec.encode(fields_of(state), tensors, path="state") for state in flat],
+        else [
+            codec.encode(save.fields_of(state), tensors, path="state") for state in flat
+        ],
         "given": [codec.encode(_plain(arg), tensors, path="batch") for arg in args],
     }
     dense = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Importing and exporting the weights of models, as safetensors files."""
+"""Importing, exporting and placing weights of models; checkpoints of other libraries."""

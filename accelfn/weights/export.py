@@ -13,17 +13,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 import attrs
 import torch
 
-from accelfn.base import arguments
-from accelfn.base.arguments import as_path, explain_call_errors, is_word, parse_bytes
-from accelfn.base.codec import Table
-from accelfn.base.draws import own_modes
-from accelfn.base.tree import is_shard
-from accelfn.checkpoint import commit, files, slices
-from accelfn.checkpoint.commit import Phase, Save
-from accelfn.checkpoint.files import reader_of
-from accelfn.checkpoint.save import exchange_of, save_of
-from accelfn.checkpoint.slices import Slice
-from accelfn.collectives.replicas import by_calls
+from accelfn import TrainState, World
 from accelfn.errors import (
     ArgumentError,
     CheckpointCorruptError,
@@ -31,9 +21,19 @@ from accelfn.errors import (
     ModelError,
     PlainDataError,
 )
-from accelfn.state.state import TrainState, check_state
-from accelfn.state.views import params_at
-from accelfn.world import World
+from accelfn.plug import (
+    arguments,
+    check_state,
+    codec,
+    collectives,
+    commit,
+    draws,
+    files,
+    params_at,
+    save,
+    slices,
+    tree,
+)
 
 # The files that Hugging Face tools expect: one file, or several numbered files with an index.
 
@@ -135,7 +135,7 @@ class Shards:
                 files.read_into(stream, files.bytes_of(part))
                 into.copy_(part)
 
-    def read_box(self, name: str, box: Slice) -> torch.Tensor:
+    def read_box(self, name: str, box: slices.Slice) -> torch.Tensor:
         """Read a box of a tensor into new memory, without reading the rest.
 
         Raises:
@@ -171,7 +171,7 @@ def open_weights(source: Path) -> Shards:
     if not is_known and not arguments.is_directory(source):
         msg = (
             f"{source} is not a .safetensors file, a folder with such files, or their index."
-            f"{reader_of(source)}"
+            f"{files.reader_of(source)}"
         )
         raise CheckpointError(msg)
     tables: dict[Path, files.File] = {}
@@ -205,7 +205,7 @@ def read_parts(
             present = sorted(path.name for path in source.iterdir())[:10]
             msg = (
                 f"{source} has neither {weights} nor {index}, but"
-                f" {', '.join(present) or 'no file'}.{reader_of(source)}"
+                f" {', '.join(present) or 'no file'}.{files.reader_of(source)}"
             )
             raise CheckpointError(msg)
         path = source / names[0]
@@ -332,7 +332,7 @@ def _json(path: Path, data: bytes) -> Any:
         raise CheckpointCorruptError(msg) from error
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 def export_model(
     state: TrainState,
     directory: str | os.PathLike[str],
@@ -370,24 +370,24 @@ def export_model(
     """
     call = "af.export_model(state, directory)"
     check_state(call, state)
-    path = as_path(call, directory, "a directory")
-    limit = parse_bytes(f"{max_shard_size=!r}", max_shard_size)
+    path = arguments.as_path(call, directory, "a directory")
+    limit = arguments.parse_bytes(f"{max_shard_size=!r}", max_shard_size)
     params = params_at(state, call, at)
-    job = save_of(state, path)
+    job = save.save_of(state, path)
     tensors: dict[str, torch.Tensor] = {}
 
     def begin() -> None:
         tensors.update(_exported_tensors(state, params))
         commit.begin(job)
 
-    exchange = exchange_of(state, "export")
-    job.run_on_all(exchange, Phase.BEGIN, begin)
+    exchange = save.exchange_of(state, "export")
+    job.run_on_all(exchange, commit.Phase.BEGIN, begin)
     plan = split_into_files(tensors, limit)
     for file, names in plan.items():
         file_tensors = _gather_to_main({n: tensors[n] for n in names}, job, state.world)
         job.run_on_all(
             exchange,
-            Phase.WRITE,
+            commit.Phase.WRITE,
             partial(_write_file, job, file, file_tensors),
             task=f"write {file}",
         )
@@ -399,10 +399,10 @@ def export_model(
             files.flush(job.partial)
             files.rename(job.partial, job.final)
 
-    job.run_on_all(exchange, Phase.COMMIT, name_it, task="name the directory")
+    job.run_on_all(exchange, commit.Phase.COMMIT, name_it, task="name the directory")
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 def full_params(
     state: TrainState, *, at: Literal["train", "eval"] | None = None
 ) -> dict[str, torch.Tensor]:
@@ -426,10 +426,10 @@ def full_params(
     call = "af.full_params(state)"
     check_state(call, state)
     params = params_at(state, call, at)
-    with own_modes(state.world.device), torch.no_grad():
-        full = {n: t for n, t in params.items() if not is_shard(t)}
+    with draws.own_modes(state.world.device), torch.no_grad():
+        full = {n: t for n, t in params.items() if not tree.is_shard(t)}
         copies = {n: _host(t).clone() for n, t in full.items()}
-        for some in by_calls(params, state.world, label="af.full_params"):
+        for some in collectives.by_calls(params, state.world, label="af.full_params"):
             copies |= {n: _host(t) for n, t in some.items()}
     ties = state.definition.skeleton.aliases
     names = {**{name: name for name in params}, **ties}
@@ -469,7 +469,7 @@ def save_pretrained(
     """
     call = "af.save_pretrained(state, directory)"
     check_state(call, state)
-    path = as_path(call, directory, "a directory")
+    path = arguments.as_path(call, directory, "a directory")
     if not callable(getattr(state.definition.skeleton.module, "save_pretrained", None)):
         kind = type(state.definition.skeleton.module).__name__
         msg = f"The model, a {kind}, has no save_pretrained. Use af.export_model(state, directory)."
@@ -481,8 +481,11 @@ def save_pretrained(
         )
         raise ArgumentError(msg)
     params = params_at(state, call, at)
-    job, exchange = save_of(state, path), exchange_of(state, "save_pretrained")
-    job.run_on_all(exchange, Phase.BEGIN, lambda: commit.begin(job))
+    job, exchange = (
+        save.save_of(state, path),
+        save.exchange_of(state, "save_pretrained"),
+    )
+    job.run_on_all(exchange, commit.Phase.BEGIN, lambda: commit.begin(job))
     tensors = _gather_to_main({**params, **state.buffers}, job, state.world)
 
     def write() -> None:
@@ -494,7 +497,7 @@ def save_pretrained(
             files.rename(job.partial, job.final)
 
     job.run_on_all(
-        exchange, Phase.WRITE, write, task="write by the model's save_pretrained"
+        exchange, commit.Phase.WRITE, write, task="write by the model's save_pretrained"
     )
 
 
@@ -510,7 +513,7 @@ def _exported_tensors(
     module = state.definition.skeleton.module
     values = {id(p): params[name] for name, p in module.named_parameters()}
     values |= {id(b): state.buffers[name] for name, b in module.named_buffers()}
-    tensors, table, ids = dict[str, torch.Tensor](), Table(), set[int]()
+    tensors, table, ids = dict[str, torch.Tensor](), codec.Table(), set[int]()
     for name, meta in module.state_dict(keep_vars=True).items():
         if meta is None:  # in models of Megatron, a module without extra state
             continue
@@ -521,24 +524,24 @@ def _exported_tensors(
                 " af.borrow_model(state) as model:`."
             )
             raise CheckpointError(msg)
-        if not is_word(name):
+        if not arguments.is_word(name):
             msg = f"The tensor name {name!r} cannot be written to a file. Rename the tensor."
             raise PlainDataError(msg)
         tensor = values[id(meta)]
         if id(meta) not in ids:
             ids.add(id(meta))
-            if not is_shard(tensor):
+            if not tree.is_shard(tensor):
                 table.put(tensor, name)
             tensors[name] = tensor
     return tensors
 
 
 def _gather_to_main(
-    tensors: Mapping[str, torch.Tensor], job: Save, world: World
+    tensors: Mapping[str, torch.Tensor], job: commit.Save, world: World
 ) -> dict[str, torch.Tensor]:
     """Gather sharded tensors on rank 0; return all tensors on rank 0, and {} on other ranks."""
-    full = {n: t for n, t in tensors.items() if not is_shard(t)}
-    for some in by_calls(tensors, world, label="gather what is exported"):
+    full = {n: t for n, t in tensors.items() if not tree.is_shard(t)}
+    for some in collectives.by_calls(tensors, world, label="gather what is exported"):
         full |= {n: _host(t) for n, t in some.items()} if job.rank == 0 else {}
     return {n: full[n] for n in tensors} if job.rank == 0 else {}
 
@@ -548,7 +551,9 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().resolve_conj().resolve_neg()
 
 
-def _write_file(job: Save, file: str, tensors: Mapping[str, torch.Tensor]) -> None:
+def _write_file(
+    job: commit.Save, file: str, tensors: Mapping[str, torch.Tensor]
+) -> None:
     if job.rank == 0:
         commit.write_file(job.partial / file, tensors, {"format": "pt"})
 

@@ -17,20 +17,8 @@ from torch.nn import init
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from accelfn.base.arguments import (
-    advise,
-    as_path,
-    call_mismatch,
-    explain_call_errors,
-    list_names,
-)
-from accelfn.base.draws import own_modes
-from accelfn.base.tree import is_shard, tensor_leaves
-from accelfn.checkpoint import files
-from accelfn.checkpoint.files import empty
-from accelfn.checkpoint.load import differences
 from accelfn.errors import ArgumentError, CheckpointError, ModelError
-from accelfn.model.model import parameters_on_meta
+from accelfn.plug import arguments, draws, files, load, model, tree
 from accelfn.weights.export import Shards, open_weights
 
 # Build models without parameter values: initializers do nothing, and reading values raises.
@@ -69,7 +57,7 @@ class Valueless(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            if any(leaf.is_meta for leaf in tensor_leaves([args, kwargs])):
+            if any(leaf.is_meta for leaf in tree.tensor_leaves([args, kwargs])):
                 raise ModelError(_needs_values(name, error)) from error
             raise
 
@@ -116,7 +104,7 @@ def empty_weights() -> Generator[None]:
         ModelError: a module is lazy, so its parameters have no shape. Or a module reads values
             of its parameters while it is built, as `parametrizations.orthogonal` does.
     """
-    with parameters_on_meta(), Valueless():
+    with model.parameters_on_meta(), Valueless():
         yield
 
 
@@ -139,7 +127,7 @@ def build_model(caller: str, source: Source[M]) -> M:
     if not callable(source):
         msg = f"{problem}."
         raise ModelError(msg)
-    error = call_mismatch(source)
+    error = arguments.call_mismatch(source)
     if error is not None:
         name = getattr(source, "__name__", "factory")
         msg = f"{problem} without arguments: {error}. Write functools.partial({name}, ...)."
@@ -321,7 +309,7 @@ class Placement:
         is_plain = is_plain and old.is_contiguous()
         if is_plain and (old.device, old.dtype) == (device, dtype):
             return old
-        return None if dtype == value.dtype else empty(value.shape, dtype)
+        return None if dtype == value.dtype else files.empty(value.shape, dtype)
 
     def _dtype(self, value: torch.Tensor, old: torch.Tensor) -> torch.dtype:
         if not value.is_floating_point():
@@ -361,7 +349,7 @@ def placement(
             modules = [name for name, _ in model.named_children()]
             msg = (
                 f"{caller}(device_map={{{prefix!r}: ...}}): the model has no module of this name."
-                f" Its modules are: {list_names(modules) or 'none'}."
+                f" Its modules are: {arguments.list_names(modules) or 'none'}."
             )
             raise ArgumentError(msg)
         try:
@@ -407,7 +395,7 @@ def fill_model(
     targets = _targets(model)
     empty, values = _rebuild_missing(model, targets)
     pairs = _match_targets(targets, incoming, strict=strict)
-    with own_modes(torch.device("cpu")), torch.no_grad():
+    with draws.own_modes(torch.device("cpu")), torch.no_grad():
         _check_ties(targets, incoming, strict=strict)
         places = _places(model)
         for name in incoming.tensors:
@@ -454,9 +442,9 @@ def _targets(model: nn.Module) -> list[Target]:
     """
     named = _named_tensors(model)
     for name, tensor in named.items():
-        if is_lazy(tensor) or is_shard(tensor):
+        if is_lazy(tensor) or tree.is_shard(tensor):
             msg = f"{name} is a lazy parameter without a shape. Call the model before the import."
-            if is_shard(tensor):
+            if tree.is_shard(tensor):
                 msg = f"{name} is a DTensor. Import the weights before you shard the model."
             raise ModelError(msg)
     ids = {id(tensor) for tensor in named.values()}
@@ -492,9 +480,10 @@ def _rebuild_missing(
     ]
     if missing:
         msg = (
-            f"{list_names(missing)}: on the meta device, and not in the model's state dict, so"
-            " files have no values for them. Build the model in `with af.empty_weights():`, or"
-            " pass a factory: af.import_model(lambda: Net(...), ...)."
+            f"{arguments.list_names(missing)}: on the meta device, and not in the model's state"
+            " dict, so files have no values for them. Build the model in"
+            " `with af.empty_weights():`, or pass a factory:"
+            " af.import_model(lambda: Net(...), ...)."
         )
         raise ModelError(msg)
     return empty, values
@@ -525,7 +514,7 @@ def _match_targets(
             pairs[named[0]] = target
         for name in named[1:]:
             del inputs[name]
-    diff = differences(inputs, current)
+    diff = load.differences(inputs, current)
     # a dtype is converted only from floating-point to floating-point
     changes = {
         name: how
@@ -540,12 +529,12 @@ def _match_targets(
     if missing:
         msg = (
             f"{incoming.where}: tensors are on the meta device, but not in the files:"
-            f" {list_names(missing)}. Build the model with values, not in af.empty_weights(), so"
-            " that strict=False can keep them."
+            f" {arguments.list_names(missing)}. Build the model with values, not in"
+            " af.empty_weights(), so that strict=False can keep them."
         )
         raise CheckpointError(msg)
     if diff:
-        advise(message)
+        arguments.advise(message)
     return pairs
 
 
@@ -567,7 +556,7 @@ def _check_ties(targets: list[Target], incoming: Incoming, *, strict: bool) -> N
             )
             if strict:
                 raise CheckpointError(msg)
-            advise(msg)
+            arguments.advise(msg)
 
 
 def _places(model: nn.Module) -> _Places:
@@ -613,7 +602,7 @@ def _within(name: str, prefix: str) -> bool:
     return not prefix or name == prefix or name.startswith(f"{prefix}.")
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 def import_model(
     model: Source[M],
     source: str | os.PathLike[str],
@@ -668,7 +657,9 @@ def import_model(
             Transformers, accelfn computes such buffers again.)
         ArgumentError: a device, module or dtype is invalid.
     """
-    path = as_path("af.import_model(model, source)", source, "a file or folder")
+    path = arguments.as_path(
+        "af.import_model(model, source)", source, "a file or folder"
+    )
 
     def open_files() -> Incoming:
         shards = open_weights(path)

@@ -153,4 +153,4 @@ def test_a_device_waits_for_the_first_alone(extra, waits):
         lent(x, [0, 1, 2, 3])
         with tested_device.waits() as found:
             lent(x, [0, 1, 2, 3])
-    assert len([each for each in found if each.startswith("placing/")]) == waits
+    assert len([each for each in found if each.startswith("weights/")]) == waits

@@ -17,9 +17,8 @@ SATELLITES = (
     "testing",
     "launching",
     "track",
-    "interop",
     "deepspeed",
-    "placing",
+    "weights",
     "megatron",
 )
 

@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from accelfn.errors import CheckpointCorruptError, CheckpointError
-from accelfn.plug import arguments, export, files, foreign, importing, slices
+from accelfn.plug import arguments, files, slices
+from accelfn.weights import export, foreign, importing
 
 # Files of `torch.save`. accelfn reads them with `weights_only=True`: torch's unpickler then only
 # creates tensors and plain data, and calls no other function.

@@ -11,8 +11,8 @@ import torch
 
 from accelfn import TrainState
 from accelfn.errors import ArgumentError, CheckpointCorruptError, CheckpointError
-from accelfn.interop import deepspeed, torch_files
-from accelfn.plug import arguments, export, files, foreign
+from accelfn.plug import arguments, files, load
+from accelfn.weights import deepspeed, export, foreign, torch_files
 
 OPTIMIZER = "optimizer.bin"
 MODELS = (
@@ -114,7 +114,7 @@ def import_state(
     *,
     under: str | None = None,
     strict: bool = True,
-) -> foreign.Loaded:
+) -> load.Loaded:
     """Import a model and its optimizer's state that another library saved.
 
     Call this on all ranks. Three formats are supported:

@@ -15,8 +15,8 @@ import attrs
 import torch
 
 from accelfn.errors import CheckpointCorruptError, CheckpointError
-from accelfn.interop import torch_files
-from accelfn.plug import arguments, foreign
+from accelfn.plug import arguments
+from accelfn.weights import foreign, torch_files
 
 # The optimizer files of ZeRO: each rank saved its part of the flat tensor of each parameter group.
 #

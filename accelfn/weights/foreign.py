@@ -11,14 +11,9 @@ from typing import Any, Self
 import attrs
 import torch
 
-from accelfn.base.arguments import advise, as_path, list_names
-from accelfn.base.tree import is_shard
-from accelfn.checkpoint.load import Loaded, convert_dtype, differences, read_all_or_none
-from accelfn.checkpoint.save import fields_of, optimizer_name, with_fields
-from accelfn.checkpoint.slices import Slice, dtensor_like, slice_of
+from accelfn import TrainState
 from accelfn.errors import CheckpointCorruptError, CheckpointError
-from accelfn.model.optimizer import entries_of
-from accelfn.state.state import TrainState, check_state
+from accelfn.plug import arguments, check_state, load, optimizer, save, slices, tree
 
 # Tensors in the checkpoint of another library. A rank can read only a slice of a tensor.
 
@@ -35,13 +30,13 @@ class Piece:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    read: Callable[[Slice], torch.Tensor]
+    read: Callable[[slices.Slice], torch.Tensor]
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self:
         """Return a `Piece` for a tensor that is in memory."""
 
-        def read(box: Slice) -> torch.Tensor:
+        def read(box: slices.Slice) -> torch.Tensor:
             return box.of(tensor).clone(memory_format=torch.contiguous_format)
 
         return cls(tensor.dtype, tuple(tensor.shape), read)
@@ -65,7 +60,7 @@ class Piece:
         dtype = runs[0].dtype
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
-        def read(box: Slice) -> torch.Tensor:
+        def read(box: slices.Slice) -> torch.Tensor:
             if not box.count:
                 return torch.empty(box.size, dtype=dtype)
             begin = sum(map(math.prod, zip(box.offset, strides, strict=True)))
@@ -107,7 +102,7 @@ def load_found(
     find: Callable[[Path], Found],
     *,
     strict: bool,
-) -> Loaded:
+) -> load.Loaded:
     """Load a folder of another library into a state; this is a collective.
 
     Args:
@@ -124,21 +119,21 @@ def load_found(
     """
     check_state(call, state)
     state.lease.check()
-    folder = as_path(call, directory, "a folder")
+    folder = arguments.as_path(call, directory, "a folder")
 
-    def read() -> tuple[dict[str, Any], Loaded]:
+    def read() -> tuple[dict[str, Any], load.Loaded]:
         return _read_fields(state, folder, find(folder), strict=strict)
 
-    fields, report = read_all_or_none(state, read)
+    fields, report = load.read_all_or_none(state, read)
     own_names = {transform.name for transform in state.setup}
     slots = {name: slot for name, slot in state.slots.items() if name not in own_names}
-    after = with_fields(state, {**fields, "slots": slots})
+    after = save.with_fields(state, {**fields, "slots": slots})
     return attrs.evolve(report, state=after.with_setup(state.setup))
 
 
 def _read_fields(
     state: TrainState, folder: Path, source: Found, *, strict: bool
-) -> tuple[dict[str, Any], Loaded]:
+) -> tuple[dict[str, Any], load.Loaded]:
     """Read the fields of the new state, and return them with a report."""
     aliases = state.definition.skeleton.aliases
     weights = {aliases.get(n, n): weight for n, weight in source.weights.items()}
@@ -155,7 +150,7 @@ def _read_fields(
     def values(name: str, field: str, piece: Piece, old: torch.Tensor) -> torch.Tensor:
         return _place_piece(f"{folder}: {name}", f"{field}.{name}", piece, old, cast)
 
-    current = fields_of(state.copy())
+    current = save.fields_of(state.copy())
     params, buffers = dict(current["params"]), dict(current["buffers"])
     for field, table in (("params", params), ("buffers", buffers)):
         for name in [name for name in table if name in weights]:
@@ -176,7 +171,7 @@ def _read_fields(
     if step is not None:
         fields["step"], fields["num_skipped"] = step, 0
     if source.step is None and len({*counts}) > 1:
-        advise(
+        arguments.advise(
             f"af.import_state: in {folder}, parameters have from {min(counts)} to {max(counts)}"
             " updates, perhaps because some were unfrozen later. state.step is now the largest"
             f" number, {step}, which is right if some parameter was trained from the start."
@@ -186,7 +181,7 @@ def _read_fields(
         *([] if opt_state else ["opt_state"]),
         *([] if step is not None else ["step"]),
     ]
-    report = Loaded(
+    report = load.Loaded(
         state=state,
         loaded=(
             *(f"params.{n}" for n in params if n in weights),
@@ -219,14 +214,14 @@ def _check_names(
         for n, weight in weights.items()
     }
     placeholders |= {n: torch.empty(0, device="meta") for n in extra_names}
-    diff = differences(placeholders, targets)
+    diff = load.differences(placeholders, targets)
     other = {n: how for n, how in diff.dtypes.items() if n in diff.uncastable}
     diff = attrs.evolve(diff, dtypes=other)
     message = diff.describe(str(folder))
     if diff.shapes or diff.dtypes or (diff and strict):
         raise CheckpointError(message)
     if diff:
-        advise(message)
+        arguments.advise(message)
 
 
 def _place_piece(
@@ -241,12 +236,16 @@ def _place_piece(
         old: the state's tensor.
         cast: a dict; this function adds an entry for a converted dtype.
     """
-    place = slice_of(old) or Slice.whole(old.shape)
+    place = slices.slice_of(old) or slices.Slice.whole(old.shape)
     values = piece.read(place)
     if values.dtype != old.dtype:
         cast[name] = f"{values.dtype} to {old.dtype}"
-        values = convert_dtype(values, old.dtype, where)
-    return dtensor_like(values, old) if is_shard(old) else values.to(old.device)
+        values = load.convert_dtype(values, old.dtype, where)
+    return (
+        slices.dtensor_like(values, old)
+        if tree.is_shard(old)
+        else values.to(old.device)
+    )
 
 
 def _entry(where: str, key: str, value: Any, param: torch.Tensor) -> Any:
@@ -255,7 +254,7 @@ def _entry(where: str, key: str, value: Any, param: torch.Tensor) -> Any:
         return value
     if value.shape == tuple(param.shape) and key != "step":
         return _place_piece(where, key, value, param, {})
-    values = value.read(Slice.whole(value.shape))
+    values = value.read(slices.Slice.whole(value.shape))
     if key == "step":
         return values
     return values.to(param.device, param.dtype if param.is_floating_point() else None)
@@ -275,18 +274,21 @@ def _check_kept(
     if unknown:
         msg = (
             f"{folder} has the optimizer state of parameters that this model lacks:"
-            f" {list_names(unknown)}. Create the state with a model"
+            f" {arguments.list_names(unknown)}. Create the state with a model"
             " that has the saved model's parameters."
         )
         raise CheckpointError(msg)
-    fresh_entries = entries_of(state.definition.optimizer, state.definition.skeleton)
+    fresh_entries = optimizer.entries_of(
+        state.definition.optimizer, state.definition.skeleton
+    )
     for name, entry in entries.items():
         fresh = fresh_entries.get(name)
         if fresh is not None and fresh.keys() != entry.keys():
             msg = (
-                f"{folder} has {list_names(sorted(entry))} for {name!r}, but this state's"
-                f" optimizer, {optimizer_name(state)}, has {list_names(sorted(fresh))}. The"
-                " saved optimizer was another one, or had other options. Create the state with"
+                f"{folder} has {arguments.list_names(sorted(entry))} for {name!r}, but this state's"
+                f" optimizer, {save.optimizer_name(state)}, has"
+                f" {arguments.list_names(sorted(fresh))}. The saved"
+                " optimizer was another one, or had other options. Create the state with"
                 " it, or load only the weights with af.import_model."
             )
             raise CheckpointError(msg)

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from accelfn.errors import ArgumentError, CheckpointError, ModelError
-from accelfn.placing.plan import DISK, DeviceMap, Part, calls_of, units_of
 from accelfn.plug import (
     arguments,
     devices,
     files,
-    importing,
-    mark_placed,
     tree,
 )
+from accelfn.plug import model as models
+from accelfn.weights import importing
+from accelfn.weights.device_map import DISK, DeviceMap, Part, calls_of, units_of
 
 # Offloaded parameters, which are copied to the device while their module computes.
 
@@ -237,7 +237,7 @@ def on_devices(
         }
         values = _values(model, named, weights)
         sources = stack.enter_context(_fill_parameters(model, values))
-        stack.enter_context(mark_placed(model))
+        stack.enter_context(models.mark_placed(model))
         units = units_of(model)  # list the units again, after parameters were replaced
         _settle(stack, model, plan, units, sources)
         if {*plan.budgets} - {"cpu", DISK}:
