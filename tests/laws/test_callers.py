@@ -77,6 +77,7 @@ def by_command(state: af.TrainState, path: Path, *options: str) -> None:
 
 WRITERS: dict[str, Callable[[af.TrainState, Path], object]] = {
     "save": af.save,
+    "save, together": lambda state, path: af.save({"one": state, "two": state}, path),
     "a store": partial(by_store, async_=False),
     "export_model": partial(af.export_model, at="eval"),
     "export_model, in several files": partial(

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint holds every bit, is there whole or not at all, and notices what changed."""
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import attrs
 import pytest
@@ -256,110 +254,6 @@ def test_whoever_reads_notices_a_change(
                 READERS[reader](run.state(world), saved)
 
         simulate(size, read)
-
-
-def named(names: tuple[str, ...], states: list[af.TrainState]) -> Any:
-    """Return states by name, to be saved together; one that is called "" is alone."""
-    return dict(zip(names, states, strict=True)) if any(names) else states[0]
-
-
-class _Killed(BaseException):
-    """The process is gone."""
-
-
-@given(
-    size=st.sampled_from([1, 2]),
-    at=st.integers(0, 24),
-    kind=st.sampled_from(["plain", "norm"]),
-    names=st.sampled_from([("",), ("one", "two")]),
-)
-def test_a_save_that_is_cut_off_leaves_nothing_or_all(
-    size: int, at: int, kind: str, names: tuple[str, ...]
-) -> None:
-    """Killed at any opening, flush or rename, no checkpoint is there, or a whole one."""
-    setup = af.chain(af.shard_data(), af.local_sgd(sync_every=2))
-    run = Run(n=12, kind=kind, updates=1, setup=setup, dyadic=False, loss="squared")
-    left = [at]
-
-    def dying(act: Any) -> Any:
-        def acts(*args: Any, **kwargs: Any) -> Any:
-            if left[0] == 0:
-                raise _Killed
-            left[0] -= 1
-            return act(*args, **kwargs)
-
-        return acts
-
-    def save(world: af.World) -> list[Found]:
-        state, _ = run.train(run.state(world))
-        other, _ = run.train(run.state(world), 0)
-        states = [state, other][: len(names)]
-        af.save(named(names, states), saved)
-        return list(map(tensors, states))
-
-    def load(world: af.World) -> list[Found]:
-        found = af.load(named(names, [run.state(world)] * len(names)), saved)
-        return [tensors(found[name] if name else found) for name in names]
-
-    with folder() as saved:
-        with (
-            mock.patch.object(os, "fsync", dying(os.fsync)),
-            mock.patch.object(Path, "open", dying(Path.open)),
-            mock.patch.object(Path, "rename", dying(Path.rename)),
-        ):
-            try:
-                simulate(size, save)
-            except _Killed:
-                pass
-            else:
-                assert left[0] > 0 or saved.exists()
-        if saved.exists():
-            found = simulate(size, load)
-            saved.rename(saved.with_name("first"))
-            expected = simulate(size, save)
-        else:
-            expected = simulate(size, save)
-            found = simulate(size, load)
-        for one, two in zip(expected, found, strict=True):
-            assert list(map(differences, one, two)) == [[]] * len(one)
-
-
-@given(size=st.sampled_from([1, 2, 3]), joint=st.booleans())
-def test_everything_is_on_the_disk_before_it_has_its_name(
-    size: int, joint: bool
-) -> None:
-    """When the directory is renamed, each file in it, and it itself, was flushed."""
-    setup = af.chain(af.shard_data(), af.local_sgd(sync_every=2))
-    run = Run(n=12, updates=1, setup=setup, dyadic=False, loss="squared")
-    flushed: set[tuple[int, int]] = set()
-    named: list[Path] = []
-    fsync, rename = os.fsync, Path.rename
-
-    def identity(found: os.stat_result) -> tuple[int, int]:
-        return found.st_ino, found.st_size if found.st_mode & 0o100000 else 0
-
-    def noting(handle: int) -> None:
-        fsync(handle)
-        flushed.add(identity(os.fstat(handle)))
-
-    def checking(source: Path, target: Path) -> Path:
-        for path in [source, *source.rglob("*")]:
-            assert identity(path.stat()) in flushed
-        named.append(target)
-        return rename(source, target)
-
-    def save(world: af.World) -> None:
-        state, _ = run.train(run.state(world))
-        af.save({"one": state, "two": state} if joint else state, saved)
-
-    with (
-        folder() as saved,
-        mock.patch.object(os, "fsync", noting),
-        mock.patch.object(Path, "rename", checking),
-    ):
-        simulate(size, save)
-        assert named == [saved]
-        assert identity(saved.parent.stat()) in flushed
 
 
 def bytes_in(folder: Path) -> dict[str, bytes]:

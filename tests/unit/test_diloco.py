@@ -158,26 +158,6 @@ def test_any_outer_optimizer_goes_on(outer):
     simulate(2, go)
 
 
-def test_frozen_parameters_stay_where_they_are():
-    """What is not trained is not exchanged, and no bit of it moves; thawed it is."""
-    setup = af.diloco(sync_every=1, outer=SGD)
-
-    def go(world: af.World) -> None:
-        step = af.make_step(loss)
-        it = state(setup, world, model=partial(nn.Linear, 2, 1))
-        assert it.trainable == ("weight", "bias")
-        it = it.with_trainable(lambda name, _: name == "bias")
-        assert it.trainable == ("bias",)
-        before = it.params["weight"].clone()
-        it, _ = step(it, torch.ones(2, 2) + world.rank)
-        assert torch.equal(it.params["weight"], before)
-        it = it.with_trainable(lambda _name, _param: True)
-        it, _ = step(it, torch.ones(2, 2) + world.rank)
-        assert not torch.equal(it.params["weight"], before)
-
-    simulate(2, go)
-
-
 def test_other_options_begin_where_ranks_agree():
     """After finalize a run goes on with other fragments and bits; before, it is told so."""
 

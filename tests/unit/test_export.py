@@ -165,15 +165,6 @@ def test_a_full_disk_leaves_nothing(at, tmp_path, monkeypatch):
     af.export_model(fresh(), tmp_path / "model")
 
 
-def test_an_export_that_was_cut_off_is_begun_anew(tmp_path):
-    """What a killed process left is no export, and in nobody's way."""
-    (tmp_path / ".tmp-model").mkdir()
-    (tmp_path / ".tmp-model/model-00001-of-00009.safetensors").touch()
-    af.export_model(fresh(), tmp_path / "model")
-    assert files_in(tmp_path) == ["model"]
-    assert files_in(tmp_path / "model") == ["model.safetensors"]
-
-
 def test_what_safetensors_cannot_hold_is_named(tmp_path):
     """A dtype that it lacks, and what a module adds to its state dict, are refused."""
 

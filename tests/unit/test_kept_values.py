@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user keeps of a state, or reads beside it, is what it says, or an error."""
 
+import random
 import warnings
 from functools import partial
 
@@ -261,6 +262,7 @@ def test_lockstep_takes_a_loaders_batch_as_it_is(columns, batch_size):
 GENERATORS = {
     "numpy": np.random.permutation,
     "torch": lambda n: torch.randperm(n).tolist(),
+    "Python": lambda n: random.sample(range(n), n),
 }
 
 

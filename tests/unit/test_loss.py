@@ -2,7 +2,6 @@
 """`Loss` and `Metrics`, and what a loss function may not return."""
 
 import math
-from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -207,47 +206,12 @@ def test_loss_is_not_reported_twice():
 
 
 @pytest.mark.parametrize("weight", [0, 0.0, torch.tensor(0), torch.tensor(0.0)])
-def test_weight_of_nothing_moves_nothing(weight):
-    """A masked sum of weight 0 gives zero gradients, neither NaN nor an update."""
-    state = make()
-    before = bits(state)
-    state, metrics = af.make_step(
-        lambda model, batch: af.Loss((model(batch) * 0).sum(), weight)
-    )(state, X)
-    assert before == bits(state)
-    assert float(metrics["loss"]) == 0.0
-
-
-@pytest.mark.parametrize("weight", [0, 0.0, torch.tensor(0), torch.tensor(0.0)])
-def test_total_without_weight(weight):
-    """A total that weighs nothing does not count: it moves nothing, or is refused."""
-    state = make()
-    before = bits(state)
-    with suppress(af.errors.LossError):
-        state, _ = af.make_step(
-            lambda model, batch: af.Loss(model(batch).sum(), weight)
-        )(state, X)
-    assert before == bits(state)
-
-
-@pytest.mark.parametrize("weight", [0, 0.0, torch.tensor(0), torch.tensor(0.0)])
 @pytest.mark.parametrize("total", [0.0, math.nan, math.inf, 3.0])
 def test_a_metric_of_nothing_is_0(weight, total):
     """Whatever a sum over no samples says, as the mean of an empty mask, its mean is 0."""
     metrics = af.Metrics({"rare": (torch.tensor(total), weight)})
     assert float(metrics["rare"]) == 0.0
     assert metrics.all_reduce_mean(af.World()) == {"rare": 0.0}
-
-
-@pytest.mark.parametrize("weight", [8, 8.0, torch.tensor(8), torch.tensor([8.0])])
-def test_total_over_weight_is_the_mean(weight):
-    """`Loss(sum, n)` trains as the mean does, up to rounding."""
-    total, _ = af.make_step(lambda model, batch: af.Loss(model(batch).sum(), weight))(
-        make(), X
-    )
-    mean, _ = af.make_step(lambda model, batch: model(batch).mean())(make(), X)
-    for name, expected in mean.params.items():
-        torch.testing.assert_close(total.params[name], expected)
 
 
 COMBINED = {
@@ -321,14 +285,6 @@ def test_metrics_add_by_weight(told, cut):
 def sums_of(metrics):
     """Return totals and weights by name."""
     return {name: (each.total, each.weight) for name, each in metrics.sums.items()}
-
-
-def test_metrics_of_nothing():
-    """No names have no mean; a weight of 0 has the mean 0."""
-    assert af.Metrics({}).all_reduce_mean(af.World()) == {}
-    assert (af.Metrics({"a": (0.0, 0)})).all_reduce_mean(af.World()) == {"a": 0.0}
-    assert float(af.Metrics({"a": (1.0, 0)})["a"]) == 0.0
-    assert float(af.Metrics({"a": (0.0, torch.tensor(0))})["a"]) == 0.0
 
 
 def test_metrics_are_a_mapping():

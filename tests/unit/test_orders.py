@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Orders, budgets, mixes and zips: their arguments, and what says that they are wrong."""
 
-import random
 from itertools import chain
 
 import attrs
@@ -413,25 +412,3 @@ def test_batches_of_a_window_are_neighbours_in_length(
         rest = [each for each in found if len(each) < batch_size]
         flat = [*chain(*sorted(whole), *rest)]
         assert flat == sorted(flat)
-
-
-DRAWERS = {
-    "torch": lambda n: torch.randperm(n).tolist(),
-    "numpy": lambda n: np.random.permutation(n).tolist(),  # noqa: NPY002 - users draw from it
-    "Python": lambda n: random.sample(range(n), n),
-}
-
-
-@pytest.mark.parametrize("source", DRAWERS)
-def test_an_order_of_one_s_own_may_draw(source):
-    """From any default generator: an epoch has one order, whatever was drawn before."""
-
-    def orders(seed):
-        data = af.Data(X, global_batch_size=10, order=lambda *_: DRAWERS[source](10))
-        state = linear_state(data=data, seed=seed)
-        return [batch.indices.tolist() for batch in af.batches(state, until_epoch=2)]
-
-    first = orders(0)
-    DRAWERS[source](10)
-    assert orders(0) == first
-    assert len({*map(tuple, first + orders(1))}) == 4

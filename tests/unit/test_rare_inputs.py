@@ -14,14 +14,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-from torch.utils.data import TensorDataset
 
 import accelfn as af
 from accelfn.errors import CheckpointError
 from accelfn.testing import assert_states_equal, simulate
 from tests.internals import (
-    WEIGHTS,
     Failure,
     _port_of_job,
     best_of,
@@ -30,7 +27,6 @@ from tests.internals import (
     manifest,
     report,
     script,
-    split_into_files,
     token_budget,
     tree,
 )
@@ -84,20 +80,6 @@ def test_a_process_that_is_dead_holds_no_lock():
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
         assert commit._process_start(ended.pid) is None
     assert commit._process_start(os.getpid()) is not None
-
-
-@given(sizes=st.lists(st.integers(0, 9), max_size=9), limit=st.integers(1, 12))
-def test_files_have_each_tensor_once(sizes: list[int], limit: int) -> None:
-    """No more than fit, but for one alone; a model without tensors is a file, too."""
-    tensors = {f"{at}": torch.zeros(size) for at, size in enumerate(sizes)}
-    files = split_into_files(tensors, limit * 4)
-    found = [name for names in files.values() for name in names]
-    assert sorted(found, key=int) == [*tensors]
-    assert files or not sizes
-    assert len(files) >= 1
-    for names in files.values():
-        assert len(names) <= 1 or sum(len(tensors[each]) for each in names) <= limit
-    assert (WEIGHTS in files) == (len(files) == 1)
 
 
 @given(job=st.integers(1, 10**6), step=st.integers(0, 20), other=st.integers(0, 20))
@@ -234,20 +216,6 @@ def test_a_mean_of_no_weight_is_the_plain_one(weight):
     assert list(simulate(2, fn)) == [[1.5, 3.5]] * 2
 
 
-def test_rows_of_a_mix_stand_where_their_indices_say():
-    """Of tensor datasets, too, which are read in one piece each."""
-    first, second = torch.arange(30.0), torch.arange(100.0, 120.0)
-    rows = torch.cat([first, second])
-    data = af.Data.mix(
-        [TensorDataset(first), TensorDataset(second)], global_batch_size=7, shuffle=True
-    )
-    state = linear_state(data=data)
-    for batch in af.batches(state, until_epoch=1):
-        (value,) = batch.value
-        there = ~batch.filler
-        assert torch.equal(value[there], rows[batch.indices][there])
-
-
 @pytest.mark.parametrize("options", [{}, {"rtol": 0.1}, {"atol": 1.0}])
 def test_nan_is_equal_to_nan_alone(options):
     """Whatever is tolerated."""
@@ -268,54 +236,6 @@ def test_views_of_gradients_are_used_up_with_them():
     af.apply_grads(state.copy(), grads)
     with pytest.raises(af.errors.Error):
         af.apply_grads(state, views)
-
-
-def test_an_overflow_in_one_rank_s_part_skips_the_update_of_all():
-    """Under fp16 each rank sees its own rows of gradients."""
-
-    def loss_fn(model, batch):
-        return (model(batch) * torch.tensor([1.0, 3e38, 1.0, 1.0]) ** 2).sum()
-
-    def fn(world):
-        state = af.TrainState.create(
-            model=lambda: nn.Linear(2, 4),
-            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-            setup=af.chain(
-                af.shard_data(), af.wrap_fsdp(), af.autocast("fp16", init_scale=2.0)
-            ),
-            data=af.Data(torch.ones(4, 2), global_batch_size=4),
-            world=world,
-        )
-        batch = next(iter(af.batches(state)))
-        state, _ = af.make_step(loss_fn)(state, batch)
-        return state.step, state.num_skipped
-
-    assert list(simulate(2, fn)) == [(0, 1)] * 2
-
-
-class Keeps(nn.Module):
-    """Has what it was given last in a buffer, and writes to it."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 1)
-        self.register_buffer("last", torch.zeros(4, 3))
-
-    def forward(self, rows):
-        self.last.mul_(2.0)
-        self.last = rows
-        return self.linear(rows)
-
-
-def test_a_batch_that_a_model_keeps_is_not_written_to():
-    """A buffer that was assigned in a pass is no memory of the caller's in the next."""
-    state = af.TrainState.create(
-        model=Keeps, optimizer=lambda named: torch.optim.SGD(named, lr=0.1)
-    )
-    step, first = af.make_step(lambda net, rows: net(rows).mean()), torch.ones(4, 3)
-    for rows in (first, torch.zeros(4, 3), torch.zeros(4, 3)):
-        state, _ = step(state, rows)
-    assert torch.equal(first, torch.ones(4, 3))
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])

@@ -324,20 +324,6 @@ def test_schedule_that_raises_leaves_the_state():
     assert state.copy().step == 0
 
 
-def test_rate_of_each_update():
-    """Update t is taken at the rate times schedule(t), and `lrs` says so before."""
-    state = make(schedules.linear(4))
-    step = af.make_step(lambda model, batch: model(batch).sum())
-    rates, moved = [], []
-    for _ in range(5):
-        bias = float(state.params["bias"])
-        rates.append(state.lrs[0])
-        state, _ = step(state, torch.zeros(1, 2))
-        moved.append(bias - float(state.params["bias"]))
-    assert rates == [0.5, 0.375, 0.25, 0.125, 0.0]
-    assert rates == pytest.approx(moved, abs=1e-6)
-
-
 @given(num_warmup=st.integers(0, 50), num_more=st.integers(1, 50))
 def test_a_warm_up_is_a_straight_line(num_warmup, num_more):
     """It rises by equal steps, from the first update on, to 1 at the first update after it."""

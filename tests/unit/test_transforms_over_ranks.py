@@ -8,8 +8,6 @@ import warnings
 import attrs
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
@@ -334,37 +332,6 @@ def test_ranks_that_meet_in_mid_forward_leave_no_trace():
     assert nn.parallel.DistributedDataParallel._active_ddp_module is None
 
 
-@given(
-    counts=st.lists(st.integers(1, 3), min_size=2, max_size=3), size=st.integers(1, 3)
-)
-def test_gradients_are_left_on_a_rank_under_accumulate(counts, size):
-    """Several calls, all but the last with `sync=False`, are one call with all micro-batches."""
-    compute = af.value_and_grad(lambda model, batch: model(batch).square().mean())
-
-    def gradients(world):
-        state = af.TrainState.create(
-            model=lambda: nn.Linear(2, 1, dtype=torch.float64),
-            optimizer=torch.optim.SGD,
-            setup=af.chain(af.accumulate(micro_batch_size=1), af.wrap_ddp()),
-            world=world,
-        )
-        rows = (
-            torch.arange(2 * sum(counts), dtype=torch.float64).reshape(-1, 1, 2)
-            + world.rank
-        )
-        _, whole = compute(state.copy(), list(rows))
-        grads = None
-        *others, last = rows.split(counts)
-        for part in others:
-            _, grads = compute(state, list(part), into=grads, sync=False)
-        _, grads = compute(state, list(last), into=grads)
-        found = (af.apply_grads(state.copy(), each) for each in (whole, grads))
-        return [each.params["weight"].clone() for each in found]
-
-    for whole, found in simulate(size, gradients):
-        assert torch.allclose(whole, found)
-
-
 @pytest.mark.parametrize("samples", [1, 2, 3, 5])
 def test_batch_norms_count_batches_that_somebody_had(samples):
     """A micro-batch without a sample on any rank moves no statistic, and is not counted."""
@@ -390,32 +357,6 @@ def test_batch_norms_count_batches_that_somebody_had(samples):
 
     # of parts that ranks cut alike: as many as the longest share has samples, three at most
     assert set(simulate(2, train)) == {min(3, -(-samples // 2))}
-
-
-def test_what_some_ranks_used_all_update_by_hand():
-    """A gradient that one rank lacks is its zeros in the sum, and what none has stays."""
-
-    def rank(world: af.World) -> dict[str, torch.Tensor]:
-        names = [str(world.rank), "2"]
-        state = af.TrainState.create(
-            model=lambda: nn.ModuleDict({n: nn.Linear(2, 1) for n in "0123"}),
-            optimizer=functools.partial(torch.optim.SGD, lr=1.0),
-            world=world,
-        )
-        compute = af.value_and_grad(
-            lambda net, x: sum(net[name](x) for name in names).mean()
-        )
-        before = {name: each.clone() for name, each in state.params.items()}
-        _, grads = compute(state, torch.ones(3, 2))
-        state = af.apply_grads(state, af.sync_grads(state, grads))
-        moved = [
-            n for n, each in state.params.items() if not torch.equal(each, before[n])
-        ]
-        assert {name[0] for name in moved} == {"0", "1", "2"}
-        return dict(state.params)
-
-    one, two = simulate(2, rank)
-    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 @af.transform

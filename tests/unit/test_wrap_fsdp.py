@@ -225,19 +225,6 @@ def test_units_are_of_the_outermost_list():
     assert len(gathers) == 2 * 2
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_units_are_given_up_as_was_asked(reshard):
-    """Those that were given up are gathered again for the backward pass."""
-
-    def fn(world: af.World) -> None:
-        wrap = af.wrap_fsdp(reshard_after_forward=reshard)
-        af.make_step(loss_fn)(begun(world, wrap), rows(world))
-
-    log = in_two(fn).log
-    gathers = [entry for entry in log if entry.kind == "all_gather_single"]
-    assert len(gathers) == 2 * (1 + reshard)
-
-
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
 def test_an_optimizer_that_couples_elements_is_refused(name):
     """It is tried, whole and in parts; one that goes element by element is not named."""
