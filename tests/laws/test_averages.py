@@ -80,9 +80,7 @@ def test_a_mean_is_that_of_all_in_any_pieces(
     most=st.integers(1, 40),
     size=st.integers(2, 4),
 )
-def test_a_mean_crosses_in_buffers_as_large_as_asked(
-    lengths: list[int], most: int, size: int
-) -> None:
+def test_a_mean_crosses_in_buffers_as_large_as_asked(lengths, most, size):
     """No larger ones, however large a tensor is; each has the weight beside its numbers."""
 
     def rank(world: af.World) -> None:

@@ -52,9 +52,7 @@ def train(batch_size: int, world: af.World, full: bool, place: str) -> af.TrainS
     place=st.sampled_from(PLACES),
     schedule=st.lists(st.integers(0, 2), max_size=9),
 )
-def test_the_largest_that_fits_on_all_ranks_is_found(
-    fits: list[int], start: int, place: str, schedule: list[int]
-) -> None:
+def test_the_largest_that_fits_on_all_ranks_is_found(fits, start, place, schedule):
     """It is the largest start/2^k, and trains as if it had been known; else all say so.
 
     The connections of a try in vain are closed, on the ranks where it fits, too.

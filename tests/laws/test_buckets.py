@@ -99,9 +99,7 @@ def test_batches_of_a_budget_come_in_any_order():
 
 
 @given(costs=LENGTHS, more=st.integers(0, 60), seed=SEEDS)
-def test_budgets_of_buckets_are_of_like_samples(
-    costs: list[int], more: int, seed: int
-) -> None:
+def test_budgets_of_buckets_are_of_like_samples(costs, more, seed):
     """In one window, no sample is in a batch of shorter ones while they are in longer ones'."""
     order = af.orders.bucketed(costs, window=len(costs))
     budget = af.token_budget(costs, limit=max(costs) + more)

@@ -60,9 +60,7 @@ class Vectors(nn.Module):
     seed=SEEDS,
     updates=st.integers(1, 3),
 )
-def test_memory_that_others_hold_is_copied(
-    instance: bool, shared: set[str], seed: int, updates: int
-) -> None:
+def test_memory_that_others_hold_is_copied(instance, shared, seed, updates):
     """L22: a state trains no table, constant or state dict that its model was made around."""
     table, still = TABLE.clone(), STILL.clone()
     before = table.clone(), still.clone()
@@ -318,9 +316,7 @@ FORMS: dict[str, Callable[[torch.Tensor], Any]] = {
     batch_size=st.integers(1, 9),
     parts=st.integers(1, 3),
 )
-def test_who_writes_to_a_batch_leaves_the_data(
-    form: str, *, shuffle: bool, batch_size: int, parts: int
-) -> None:
+def test_who_writes_to_a_batch_leaves_the_data(form, *, shuffle, batch_size, parts):
     """L22: a batch has rows of its own: neither the dataset nor another batch changes with it."""
     rows = torch.arange(14.0).reshape(7, 2)
     data = af.Data(FORMS[form](rows), global_batch_size=batch_size, shuffle=shuffle)

@@ -100,9 +100,7 @@ def test_broadcast_gives_the_values_of_rank_0(size: int, given: list[Part]) -> N
 
 
 @given(size=sizes, given=part, layout=st.sampled_from([*LAYOUTS, "expanded"]))
-def test_all_gather_gives_each_rank_s_tensor(
-    size: int, given: Part, layout: str
-) -> None:
+def test_all_gather_gives_each_rank_s_tensor(size, given, layout):
     """The results are every rank's tensor, in order, and share memory with nothing."""
     if layout == "expanded" and not (given.shape and given.shape[0]):
         layout = "contiguous"
@@ -129,9 +127,7 @@ def test_all_gather_gives_each_rank_s_tensor(
     tail=shapes,
     dtype=st.sampled_from(DTYPES),
 )
-def test_ragged_rows_are_put_together(
-    counts: list[int], tail: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_ragged_rows_are_put_together(counts, tail, dtype):
     """Rows of unequal numbers, none too, come in rank order, and no row of padding."""
     given = [
         Part((max(count, 1), *tail), dtype, "contiguous", rank).on(rank)
@@ -163,9 +159,7 @@ names = st.lists(st.sampled_from("abcd"), min_size=1, unique=True)
 
 
 @given(names=names, size=st.integers(1, 4), data=st.data(), as_tensors=st.booleans())
-def test_mean_is_that_of_the_union(
-    names: list[str], size: int, data: st.DataObject, as_tensors: bool
-) -> None:
+def test_mean_is_that_of_the_union(names, size, data, as_tensors):
     """Metrics of all ranks and steps, however dealt, give the mean over all that was seen."""
     dealt = data.draw(
         st.lists(st.lists(totals, max_size=3), min_size=size, max_size=size)

@@ -30,9 +30,7 @@ def whole(dtype: torch.dtype) -> st.SearchStrategy[int]:
 
 
 @given(size=sizes, dtype=st.sampled_from(WHOLE), data=st.data())
-def test_a_mean_of_integers_is_that_of_the_numbers(
-    size: int, dtype: torch.dtype, data: st.DataObject
-) -> None:
+def test_a_mean_of_integers_is_that_of_the_numbers(size, dtype, data):
     """However large they are: nothing wraps around, and the mean is a float."""
     drawn = data.draw(st.lists(whole(dtype), min_size=size, max_size=size))
     exact = float(Fraction(sum(drawn), size))
@@ -78,9 +76,7 @@ def test_a_mean_of_narrow_floats_does_not_overflow(
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
     data=st.data(),
 )
-def test_a_mean_of_narrow_floats_is_rounded_once(
-    dtype: torch.dtype, data: st.DataObject
-) -> None:
+def test_a_mean_of_narrow_floats_is_rounded_once(dtype, data):
     """However many ranks add what each addition in 16 bits would lose."""
     few = st.integers(0, 3).map(lambda ones: 1.0 + ones * torch.finfo(dtype).eps)
     drawn = data.draw(st.lists(few, min_size=2, max_size=5))
@@ -106,9 +102,7 @@ floats = st.sampled_from(
     rows=st.lists(st.lists(floats, min_size=3, max_size=3), min_size=1, max_size=4),
     op=st.sampled_from(["min", "max"]),
 )
-def test_nan_is_the_least_and_the_greatest(
-    dtype: torch.dtype, rows: list[list[float]], op: str
-) -> None:
+def test_nan_is_the_least_and_the_greatest(dtype, rows, op):
     """Where any rank has NaN all get it, else the least or greatest, -0.0 being less than 0.0."""
     given = torch.tensor(rows, dtype=torch.float64).to(dtype)
     pick = min if op == "min" else max
@@ -262,9 +256,7 @@ def test_metrics_of_other_names_are_told(names: list[list[str]]) -> None:
     powers=st.tuples(st.integers(2, 4), st.integers(2, 4)),
     seed=st.integers(0, 9),
 )
-def test_gradients_of_gradients_are_those_of_one_process(
-    rows: list[list[int]], powers: tuple[int, int], seed: int
-) -> None:
+def test_gradients_of_gradients_are_those_of_one_process(rows, powers, seed):
     """Of the sum of all ranks' losses, each of which has all ranks' rows, to the third order."""
     size, numbers = len(rows), [number for each in rows for number in each]
     lengths = [len(each) for each in rows]

@@ -71,9 +71,7 @@ def untouched(world: af.World, given: Any, call: Any) -> Any:
 
 
 @given(size=sizes, kind=kinds, parts=st.tuples(part, part))
-def test_gathered_trees_split_into_the_ranks_own(
-    size: int, kind: str, parts: tuple[Part, Part]
-) -> None:
+def test_gathered_trees_split_into_the_ranks_own(size, kind, parts):
     """Every rank has every rank's rows, in rank order; a scalar is a row."""
 
     def rows(leaf: torch.Tensor) -> torch.Tensor:
@@ -106,9 +104,7 @@ REDUCED = {
 @given(
     size=sizes, kind=kinds, parts=st.tuples(part, part), op=st.sampled_from([*REDUCED])
 )
-def test_reduced_trees_are_combined_element_by_element(
-    size: int, kind: str, parts: tuple[Part, Part], op: str
-) -> None:
+def test_reduced_trees_are_combined_element_by_element(size, kind, parts, op):
     """Sum, mean, least, greatest and product over ranks; a mean of integers is a float."""
     ranks = [tree.tree_leaves(made(kind, parts, rank)) for rank in range(size)]
     combined = iter(
@@ -125,9 +121,7 @@ def test_reduced_trees_are_combined_element_by_element(
 
 
 @given(shapes=st.lists(shapes, max_size=20), size=sizes)
-def test_a_tree_of_a_dtype_is_one_collective(
-    shapes: list[tuple[int, ...]], size: int
-) -> None:
+def test_a_tree_of_a_dtype_is_one_collective(shapes, size):
     """However many tensors are reduced, one vector of all their elements is sent."""
 
     def fn(world: af.World) -> None:
@@ -166,9 +160,7 @@ def test_booleans_are_counted_and_combined(size: int, flags: list[bool]) -> None
 
 
 @given(size=sizes, kind=kinds, parts=st.tuples(part, part), data=st.data())
-def test_broadcast_trees_are_the_root_s(
-    size: int, kind: str, parts: tuple[Part, Part], data: st.DataObject
-) -> None:
+def test_broadcast_trees_are_the_root_s(size, kind, parts, data):
     """All ranks hold what the root has; once more changes nothing."""
     root = data.draw(st.integers(0, size - 1))
 
@@ -187,9 +179,7 @@ dtypes = st.sampled_from([torch.float32, torch.int64, torch.bool])
 
 
 @given(counts=ragged, tail=tails, dtype=dtypes)
-def test_ragged_trees_are_gathered_without_padding(
-    counts: list[int], tail: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_ragged_trees_are_gathered_without_padding(counts, tail, dtype):
     """`gather_ragged` is `gather` of what was padded, without the padding."""
     given = [
         torch.full((count, *tail), rank + 1).to(dtype)
@@ -214,9 +204,7 @@ def test_ragged_trees_are_gathered_without_padding(
     first=st.booleans(),
     value=st.integers(-2, 2),
 )
-def test_padding_is_as_long_as_the_longest(
-    counts: list[int], dim: int, first: bool, value: int
-) -> None:
+def test_padding_is_as_long_as_the_longest(counts, dim, first, value):
     """A rank's own values stand at one end, and what fills up at the other."""
 
     def fn(world: af.World) -> None:

@@ -94,9 +94,7 @@ REGIONS = st.sampled_from([None, nn.Linear, (nn.Linear, nn.BatchNorm1d), nn.Modu
 
 
 @given(kind=KINDS, loss=st.sampled_from(sorted(LOSSES)), regions=REGIONS, sizes=updates)
-def test_recomputing_is_exact(
-    kind: str, loss: str, regions: Any, sizes: list[list[int]]
-) -> None:
+def test_recomputing_is_exact(kind, loss, regions, sizes):
     """Activations that are computed again leave every bit as it was, draws included."""
     plain = begun(kind, "alone", compiled=False)
     other = plain.with_setup(af.checkpoint_activations(regions))

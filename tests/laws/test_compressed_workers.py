@@ -85,14 +85,8 @@ def looked_at(state: af.TrainState) -> Found:
     bad=(1, 0),
 )
 def test_a_worker_compresses_as_a_world_of_its_own(
-    run: Run,
-    apart: Apart,
-    method: Any,
-    every: int,
-    updates: int,
-    cut: int,
-    bad: tuple[int, int] | None,
-) -> None:
+    run, apart, method, every, updates, cut, bad
+):
     """Bit by bit, with what PowerSGD leaves out on each rank, over averages, skips and cuts.
 
     The world of its own is stopped by hand where workers meet, and given their average; it

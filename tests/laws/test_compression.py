@@ -221,9 +221,7 @@ def test_other_ranks_take_over_what_was_left_out(run: Run, sizes: list[int]) -> 
     "ignore::accelfn.errors.AccelfnWarning"
 )  # not the state's data
 @given(run=runs(dyadic=False, kind="plain"), size=SIZES, bad=st.integers(0, 3))
-def test_a_skipped_update_leaves_what_was_left_out(
-    run: Run, size: int, bad: int
-) -> None:
+def test_a_skipped_update_leaves_what_was_left_out(run, size, bad):
     """A gradient that is not finite is in no memory: training goes on without its batch."""
     run = attrs.evolve(run, setup=af.chain(DDP, low_rank(), af.skip_nonfinite()))
 

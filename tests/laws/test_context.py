@@ -68,9 +68,7 @@ def trained(world: af.World, text: Text, *engine: object) -> Found:
     engine=af.wrap_ddp(),
     dtype=torch.float64,
 )
-def test_parts_of_sequences_train_what_the_whole_does(
-    run: tuple[dict[str, int], Text], engine: object, dtype: torch.dtype
-) -> None:
+def test_parts_of_sequences_train_what_the_whole_does(run, engine, dtype):
     """Parameters, optimizer state, averages and metrics are those of one rank."""
     axes, text = run[0], attrs.evolve(run[1], dtype=dtype)
     alone, means = trained(single(), text)
@@ -215,9 +213,7 @@ def test_what_trained_on_parts_goes_on_anywhere(
     kind=st.sampled_from(["items", "stream", "dispatch"]),
     cut=st.integers(0, 3),
 )
-def test_ranks_of_one_batch_read_alike(
-    axes: dict[str, int], n: int, batch_size: int, kind: str, cut: int
-) -> None:
+def test_ranks_of_one_batch_read_alike(axes, n, batch_size, kind, cut):
     """Ranks along "cp" and "tp" have the same samples; the others have each once."""
     if prod(axes.values()) > 8:
         return

@@ -147,9 +147,7 @@ def trained(
 @example(contrastive, UNUSED, 4, 11, 8)
 @example(contrastive, UNUSED, 2, 23, 23)
 @example(centered, OWN_BUFFERS, 4, 11, 8)
-def test_coupled_losses_train_as_on_one_process(
-    make: Callable[[af.World], Loss], setup: Any, ranks: int, n: int, size: int
-) -> None:
+def test_coupled_losses_train_as_on_one_process(make, setup, ranks, n, size):
     """Shares may be uneven or empty, in training and in evaluation."""
     alone = trained(af.World.single(device="cpu"), make, None, n, size)
     for found in simulate(ranks, lambda world: trained(world, make, setup, n, size)):

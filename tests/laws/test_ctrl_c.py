@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -186,9 +186,7 @@ def same(one: Found, two: Found) -> bool:
     at=st.floats(0, 1, exclude_max=True)
     | st.tuples(st.integers(0, 1), st.sampled_from(SEAMS)),
 )
-def test_an_interrupt_comes_before_an_update_or_after_it(
-    setup: str, call: str, updates: int, at: float | tuple[int, str]
-) -> None:
+def test_an_interrupt_comes_before_an_update_or_after_it(setup, call, updates, at):
     """B3: wherever Ctrl-C comes, the caller has the state before or the one after, bitwise.
 
     And it does come, once, as soon as the update is over; the handler is the caller's again.
@@ -252,8 +250,8 @@ def frames_of_dynamo() -> Iterator[None]:
     held_up=st.sampled_from([kept_from_leaving, frames_of_dynamo]),
 )
 def test_an_interrupt_waits_until_the_caller_has_what_it_held_back(
-    setup: str, call: str, held_up: Callable[[], AbstractContextManager[None]]
-) -> None:
+    setup, call, held_up
+):
     """B3: what is noted in an update comes when the state is its caller's, wherever that is."""
     update = updating(setup, call)
     state = created(setup)
@@ -271,9 +269,7 @@ def test_an_interrupt_waits_until_the_caller_has_what_it_held_back(
 @given(
     exchange=st.integers(0, 1), seam=st.sampled_from(SEAMS), presses=st.integers(1, 3)
 )
-def test_none_is_lost_while_the_handler_is_exchanged(
-    exchange: int, seam: str, presses: int
-) -> None:
+def test_none_is_lost_while_the_handler_is_exchanged(exchange, seam, presses):
     """B3: whoever has the handler in that moment, the caller's is asked as often."""
     update, told = updating("plain", "step"), []
     expected = update(created("plain"))
@@ -317,9 +313,7 @@ def test_the_handler_in_place_is_asked(part: float, presses: int) -> None:
     updates=st.integers(0, 5),
     ends=st.booleans(),
 )
-def test_an_old_state_knows_the_newest(
-    setup: str, held: set[int], updates: int, ends: bool
-) -> None:
+def test_an_old_state_knows_the_newest(setup, held, updates, ends):
     """B3: of all that came of a state, salvage finds the newest, and nothing else is kept.
 
     With the last of those who can name it, it is gone, without a collector of garbage.

@@ -144,9 +144,7 @@ def test_gradients_are_the_holders_own(run: Run, size: int, ddp: dict) -> None:
     bit=st.integers(0, 63),
     setup=st.sampled_from([af.wrap_ddp(), af.local_sgd(sync_every=2)]),
 )
-def test_ranks_that_differ_in_a_bit_are_refused(
-    kind: str, size: int, where: int, bit: int, setup: object
-) -> None:
+def test_ranks_that_differ_in_a_bit_are_refused(kind, size, where, bit, setup):
     """One bit of one element of one rank is enough, and its tensor is named."""
     run = Run(kind=kind, setup=af.chain(setup), dyadic=False)
     names = list(run.state().params)
@@ -237,9 +235,7 @@ def test_a_profiler_sees_ddp_and_changes_nothing():
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "SGD", "Adagrad"])
 @given(seed=st.integers(0, 100), batch_size=st.integers(1, 12))
-def test_fused_optimizers_divide_alike(
-    optimizer: str, seed: int, batch_size: int
-) -> None:
+def test_fused_optimizers_divide_alike(optimizer, seed, batch_size):
     """Where torch's fused kernel divides by the weight, the update is the divided one's."""
     data = torch.randn(12, 3, generator=torch.Generator().manual_seed(seed))
     kind = getattr(torch.optim, optimizer)

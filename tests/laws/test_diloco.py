@@ -44,9 +44,7 @@ from tests.strategies import Run, differences, runs, tensors
     chosen={"sync_every": 2, "fragments": 2, "delay": 1, "mix": 0.5},
     outer={"lr": 0.5, "momentum": 0.0},
 )
-def test_it_is_what_the_papers_say(
-    moves: Moves, chosen: dict[str, Any], outer: dict[str, float]
-) -> None:
+def test_it_is_what_the_papers_say(moves, chosen, outer):
     """After each update, and in the end, ranks hold what a few lines of arithmetic give."""
     nesterov = outer["momentum"] > 0
     sgd = partial(torch.optim.SGD, nesterov=nesterov, **outer)
@@ -147,9 +145,7 @@ def test_nothing_is_lost_in_few_bits(
 
 
 @given(bits=st.sampled_from([16, 8, 4]), seed=st.integers(0, 99))
-def test_what_a_rank_does_without_samples_leaves_nothing_out(
-    bits: int, seed: int
-) -> None:
+def test_what_a_rank_does_without_samples_leaves_nothing_out(bits, seed):
     """Nothing of it is taken, though momentum moves it, so it remembers what it did before."""
 
     def train(world: af.World) -> list[tuple[bool, Values]]:
@@ -340,9 +336,7 @@ def test_other_ranks_go_on(
     bits=st.sampled_from([32, 16, 8, 4]),
     rows=st.integers(1, 90),
 )
-def test_its_bytes_are_these(
-    size: int, chosen: dict[str, Any], bits: int, rows: int
-) -> None:
+def test_its_bytes_are_these(size, chosen, bits, rows):
     """A period sends each number once, in its bits, and a few bytes for weights and scales.
 
     No message has more numbers than a buffer has room for, unless it flies.
@@ -393,9 +387,7 @@ def test_its_bytes_are_these(
     room=st.integers(1, 12),
     bits=st.sampled_from([16, 8, 4]),
 )
-def test_in_few_bits_a_bucket_has_what_fits(
-    ranks: int, lengths: list[int], room: int, bits: int
-) -> None:
+def test_in_few_bits_a_bucket_has_what_fits(ranks, lengths, room, bits):
     """L10: at once cross as many parameters, in order, as have room in a bucket, or one."""
 
     def train(world: af.World) -> None:

@@ -243,9 +243,7 @@ def test_an_average_moves_in_any_dtype(
     rows=st.integers(0, 40),
     norm_type=st.sampled_from([1.0, 2.0, 3.0, float("inf")]),
 )
-def test_a_norm_is_not_kept_in_16_bits(
-    dtypes: list[torch.dtype], rows: int, norm_type: float
-) -> None:
+def test_a_norm_is_not_kept_in_16_bits(dtypes, rows, norm_type):
     """Gradients that float16 holds, and their norm it does not, are clipped; none has norm 0."""
     state = af.TrainState.create(
         model=lambda: nn.ParameterList([torch.zeros(rows, dtype=d) for d in dtypes]),

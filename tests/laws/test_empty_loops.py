@@ -62,14 +62,8 @@ sizes = st.tuples(st.integers(1, 9), st.integers(1, 4))
     ranks=st.integers(1, 2),
 )
 def test_a_loop_that_does_nothing_says_so(
-    sizes: tuple[int, int],
-    updates: int | None,
-    epochs: int,
-    then: str,
-    ranks: int,
-    *,
-    loaded: bool,
-) -> None:
+    sizes, updates, epochs, then, ranks, *, loaded
+):
     """A9: it is told where the state stands; a loaded run that is just complete is let be."""
     per_epoch = -(-sizes[0] // sizes[1])
     if updates is None:  # just all

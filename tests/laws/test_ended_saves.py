@@ -32,8 +32,8 @@ class Killed(BaseException):
     async_=st.booleans(),
 )
 def test_runs_that_are_killed_leave_no_more_than_is_kept(
-    keep: int, runs: int, best: bool, rotten: bool, async_: bool
-) -> None:
+    keep, runs, best, rotten, async_
+):
     """B7: each killed behind its rename: the next tidies up, if the newest is whole."""
 
     kept, name = keep + best, "loss" if best else None

@@ -88,9 +88,7 @@ def test_a_step_is_the_loop_by_hand(run: Run) -> None:
     parts=st.integers(1, 5),
     ddp=options,
 )
-def test_ranks_and_micro_batches_are_exactly_neutral(
-    run: Run, size: int, parts: int, ddp: dict
-) -> None:
+def test_ranks_and_micro_batches_are_exactly_neutral(run, size, parts, ddp):
     """On dyadic data the update is bitwise that of one process on the whole batch."""
     expected, _ = alone(run)
     split = [
@@ -110,8 +108,8 @@ def test_ranks_and_micro_batches_are_exactly_neutral(
     then=behind,
 )
 def test_ranks_and_micro_batches_are_neutral_up_to_rounding(
-    run: Run, size: int, parts: int, ddp: dict, then: list
-) -> None:
+    run, size, parts, ddp, then
+):
     """Uneven and empty shares, short batches, weighted losses, any optimizer: one result."""
     expected, expected_means = alone(run, *then)
     split = [

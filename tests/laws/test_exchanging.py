@@ -285,9 +285,7 @@ some = st.lists(st.sampled_from(NEUTRAL), max_size=3, unique_by=lambda each: eac
     kind=st.sampled_from(["plain", "norm", "dropout"]),
     optimizer=st.sampled_from(["momentum", "adamw"]),
 )
-def test_what_is_neutral_comes_and_goes(
-    setups: list[list], size: int, kind: str, optimizer: str
-) -> None:
+def test_what_is_neutral_comes_and_goes(setups, size, kind, optimizer):
     """Put on, taken off or exchanged behind any update, it changes no bit of the rest."""
     run = Run(n=24, batch_size=12, kind=kind, optimizer=optimizer, dyadic=False)
     run = attrs.evolve(run, loss="squared", schedule=True, setup=DDP)

@@ -126,9 +126,7 @@ def test_what_is_exported_is_imported(
     setup=st.sampled_from(AVERAGING),
     at=st.sampled_from(["train", "eval"]),
 )
-def test_full_params_are_copies_on_every_rank(
-    size: int, kind: str, setup: tuple[object, ...], at: str
-) -> None:
+def test_full_params_are_copies_on_every_rank(size, kind, setup, at):
     """Each rank has the evaluated parameters, or its own, in memory of their own."""
 
     def look(world: af.World) -> None:

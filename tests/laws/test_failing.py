@@ -243,9 +243,7 @@ def test_gradients_of_a_failed_update(play: Play, size: int) -> None:
 
 @pytest.mark.parametrize("field", LATER)
 @given(at=st.integers(0, 2), first=st.booleans(), size=SIZES)
-def test_a_state_that_was_updated_says_so(
-    field: str, at: int, first: bool, size: int
-) -> None:
+def test_a_state_that_was_updated_says_so(field, at, first, size):
     """Where a transform fails behind the optimizer the state raises, and a copy goes on."""
     play = Play(field, at, first, "adamw", 1, scaled=False)
 

@@ -257,9 +257,7 @@ FOREIGN = st.one_of(
     hollow=st.sets(st.sampled_from(["step-00000000", "step-00000009"])),
     async_=st.booleans(),
 )
-def test_what_a_store_did_not_write_is_not_its_own(
-    names: set[str], hollow: set[str], async_: bool
-) -> None:
+def test_what_a_store_did_not_write_is_not_its_own(names, hollow, async_):
     """B5: directories of other names, or without a manifest, are none of its checkpoints."""
     with lent() as root:
         for name in names | hollow:
@@ -307,9 +305,7 @@ def test_what_cannot_be_removed_keeps_nothing_else(stuck: set[int], keep: int) -
     async_=st.booleans(),
 )
 @example(phase=commit.Phase.COMMIT, keep=1, async_=True)
-def test_a_store_keeps_no_more_when_another_rank_ends(
-    phase: commit.Phase, keep: int, async_: bool
-) -> None:
+def test_a_store_keeps_no_more_when_another_rank_ends(phase, keep, async_):
     """B2: if rank 1 ends anywhere in a save, the store keeps as many as ever, all complete."""
     run = commit.Save.run_on_all
 

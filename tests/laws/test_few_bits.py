@@ -92,9 +92,7 @@ def test_what_is_not_finite_shows(values: torch.Tensor, bits: int) -> None:
     bits=BITS,
     seed=st.integers(0, 9),
 )
-def test_a_mean_is_of_what_was_sent(
-    count: int, weights: list[float], bits: int, seed: int
-) -> None:
+def test_a_mean_is_of_what_was_sent(count, weights, bits, seed):
     """By weight, and 0 where nobody has any; with what is left out nothing is lost."""
 
     def average(world: af.World) -> tuple[torch.Tensor, ...]:
@@ -139,9 +137,7 @@ class Written:
     start=st.sampled_from([neighbors.start_swap, neighbors.start_spread]),
     users=st.integers(0, 2),
 )
-def test_messages_carry_what_a_collective_does(
-    ranks: int, columns: int, start: Any, users: int
-) -> None:
+def test_messages_carry_what_a_collective_does(ranks, columns, start, users):
     """Over Gloo each rank asks for all rows before it sends any; a user's messages are others."""
 
     def program(world: af.World) -> None:

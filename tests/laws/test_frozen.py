@@ -138,9 +138,7 @@ def test_what_is_frozen_stays(
 
 
 @given(run=runs(), setup=st.sampled_from(RANKED), size=st.integers(2, 3), drawn=acts)
-def test_what_is_frozen_on_ranks_stays(
-    run: Run, setup: object, size: int, drawn: list[tuple[str, int]]
-) -> None:
+def test_what_is_frozen_on_ranks_stays(run, setup, size, drawn):
     """On every rank too, the average of ranks that train apart among what is frozen."""
     run = attrs.evolve(run, setup=setup, n=24, batch_size=12, dyadic=False)
     with tempfile.TemporaryDirectory() as folder:

@@ -164,15 +164,8 @@ def readable(values: Any) -> Any:
     stream=st.booleans(),
 )
 def test_what_is_gathered_is_each_sample_once(
-    n: int,
-    batch_size: int,
-    remainder: str,
-    size: int,
-    parts: int,
-    kind: str,
-    sharded: bool,
-    stream: bool,
-) -> None:
+    n, batch_size, remainder, size, parts, kind, sharded, stream
+):
     """On any ranks, sharded or not, values come as one process has them, without filler."""
     batch_size = min(batch_size, n) if remainder == "drop" else batch_size
     values = Counting(n) if stream else torch.arange(n).reshape(n, 1)
@@ -292,9 +285,7 @@ def leave(what: str, state: af.TrainState, data: af.Data) -> None:
     at=st.sets(st.integers(0, 8), min_size=1),
     kind=st.sampled_from([Remembering, Counting, torch.arange]),
 )
-def test_what_is_left_early_harms_nothing(
-    n: int, batch_size: int, size: int, left: str, at: set[int], kind: Any
-) -> None:
+def test_what_is_left_early_harms_nothing(n, batch_size, size, left, at, kind):
     """Loops within the loop that end early change neither it nor what they read next."""
 
     def one(world: af.World) -> None:

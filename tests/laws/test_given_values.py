@@ -160,13 +160,8 @@ frozen_names = st.sampled_from(["0.", "2.", "0.weight", "2.bias"])
     delay=st.sampled_from([0, 1]),
 )
 def test_what_is_frozen_moves_by_no_outer_momentum(
-    frozen: str,
-    before: int,
-    size: int,
-    fragments: int,
-    mix: float,
-    delay: int,
-) -> None:
+    frozen, before, size, fragments, mix, delay
+):
     """Under diloco it stays, bitwise, where ranks have met; in few bits up to their rounding."""
     diloco = af.diloco(sync_every=3, fragments=fragments, mix=mix, delay=delay)
 
@@ -232,9 +227,7 @@ class Noisy(torch.optim.SGD):
     drawn=st.integers(0, 3),
     parts=st.booleans(),
 )
-def test_an_optimizer_that_draws_is_a_function_of_the_state(
-    size: int, cut: int, drawn: int, *, parts: bool
-) -> None:
+def test_an_optimizer_that_draws_is_a_function_of_the_state(size, cut, drawn, *, parts):
     """Replicas draw alike, and a run that is resumed what the other would have drawn."""
     optimizer: Any = partial(Noisy, lr=0.1)
     if parts:

@@ -43,9 +43,7 @@ def number(
     scale=st.sampled_from([None, 4.0]),
     how=st.sampled_from(["ddp", "no views", "by hand"]),
 )
-def test_weights_of_nothing(
-    weights: list[list[float]], *, tensor: bool, scale: float | None, how: str
-) -> None:
+def test_weights_of_nothing(weights, *, tensor, scale, how):
     """What has no weight counts for nothing; where nothing has any, gradients are 0."""
     parts = max(map(len, weights))
     weights = [each + [0] * (parts - len(each)) for each in weights]
@@ -123,9 +121,7 @@ class Tally(nn.Module):
     ),
     size=st.integers(1, 3),
 )
-def test_a_stand_in_is_in_no_buffer(
-    rows: int, batch_size: int, parts: int, reducing: object, size: int
-) -> None:
+def test_a_stand_in_is_in_no_buffer(rows, batch_size, parts, reducing, size):
     """Where a share or a part is empty, buffers are as before: each sample counts once."""
     x = 2.0 ** torch.arange(rows).double()
 
@@ -235,9 +231,7 @@ def test_what_is_added_is_what_one_pass_gives(sizes: list[int], kind: str) -> No
     ways=st.tuples(*[st.sampled_from(["unread", "read", "mapped", "replaced"])] * 2),
     reduce=st.sampled_from([af.wrap_ddp(), af.wrap_fsdp(), SumAll(), None]),
 )
-def test_gradients_are_those_of_the_mean(
-    run: Run, size: int, parts: int, ways: tuple[str, str], reduce: Any
-) -> None:
+def test_gradients_are_those_of_the_mean(run, size, parts, ways, reduce):
     """In any layout a custom step reads the same, and reading changes no update."""
     run = attrs.evolve(run, setup=af.chain())
     compute = af.value_and_grad(LOSSES[run.loss])
@@ -335,9 +329,7 @@ def test_batches_that_are_added_follow_one_another(
     given_first=st.booleans(),
     setup=st.sampled_from([af.identity(), SumAll()]),
 )
-def test_copies_of_gradients_are_their_own(
-    copies: int, slope: float, setup: object, *, given_first: bool
-) -> None:
+def test_copies_of_gradients_are_their_own(copies, slope, setup, *, given_first):
     """Each is given once, to a copy of the state, whatever became of those it was made of."""
     state = number(af.World.single(device="cpu"), setup)
     compute = af.value_and_grad(lambda net, x: (net[0] * x).mean())

@@ -199,9 +199,7 @@ def test_what_ranks_saved_in_parts_goes_on(
 
 
 @given(kind=kinds, cut=cuts, safe=st.booleans(), every=st.booleans())
-def test_what_accelerate_saved_goes_on(
-    kind: str, cut: int, safe: bool, every: bool
-) -> None:
+def test_what_accelerate_saved_goes_on(kind, cut, safe, every):
     """A folder of `save_state`, whose optimizer goes by position: bitwise.
 
     Its optimizer may have all parameters, the frozen ones too.

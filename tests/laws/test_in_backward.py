@@ -119,9 +119,7 @@ def test_it_is_the_plain_update(run: Other, *, averaging: bool) -> None:
         ]
     ),
 )
-def test_over_ranks_it_is_the_plain_update(
-    run: Other, size: int, bucket: float | None, beside: Any, *, views: bool
-) -> None:
+def test_over_ranks_it_is_the_plain_update(run, size, bucket, beside, *, views):
     """However gradients lie in buckets; bitwise where the weight is added up in one order."""
     ddp = af.wrap_ddp(bucket_cap_mb=bucket, gradient_as_bucket_view=views)
     exact = size == 2 or beside is not None
@@ -148,9 +146,7 @@ class Deep(nn.Sequential):
     tied=st.booleans(),
     summed=st.booleans(),
 )
-def test_gradients_are_never_all_there(
-    depth: int, width: int, *, tied: bool, summed: bool
-) -> None:
+def test_gradients_are_never_all_there(depth, width, *, tied, summed):
     """Whenever a gradient arrives, at most those of two layers are alive."""
     state = af.TrainState.create(
         model=lambda: Deep(depth, width, tied=tied),
@@ -255,9 +251,7 @@ def test_an_optimizer_that_couples_parameters_is_refused(rate: float) -> None:
     size=st.integers(1, 2),
     failed=st.sampled_from([None, "batch", "loss", "extras"]),
 )
-def test_gradients_by_themselves_are_refused(
-    run: Run, size: int, failed: str | None
-) -> None:
+def test_gradients_by_themselves_are_refused(run, size, failed):
     """There is nothing that value_and_grad could return, so it says what to call.
 
     So it does after a step that raised before its backward pass, which leaves no plan.

@@ -66,14 +66,8 @@ def grouped(named: Any, kind: Any, options: dict, groups: int) -> torch.optim.Op
     scheduled=st.booleans(),
 )
 def test_fused_steps_are_torchs_own(
-    kind: Any,
-    options: dict,
-    groups: int,
-    dtype: torch.dtype,
-    batches: list[tuple[float, bool]],
-    forks: frozenset[int],
-    scheduled: bool,
-) -> None:
+    kind, options, groups, dtype, batches, forks, scheduled
+):
     """Bitwise, for any options, groups, unused parameters, schedules and forks."""
     state = af.TrainState.create(
         model=lambda: Net(dtype),
@@ -108,9 +102,7 @@ def test_fused_steps_are_torchs_own(
     dtype=DTYPES,
     skips=st.lists(st.booleans(), min_size=1, max_size=5),
 )
-def test_what_a_flag_skips_counts_for_nothing(
-    kind: Any, options: dict, dtype: torch.dtype, skips: list[bool]
-) -> None:
+def test_what_a_flag_skips_counts_for_nothing(kind, options, dtype, skips):
     """Where a device says that gradients overflowed, torch's scaler has the same left alone."""
     ours, theirs = Net(dtype), Net(dtype)
     own = grouped(ours.named_parameters(), kind, options, 1)

@@ -61,9 +61,7 @@ class Scattered(nn.Module):
     updates=st.integers(1, 3),
     seed=st.integers(0, 9),
 )
-def test_scattered_positions_have_draws_of_their_own(
-    axes: dict[str, int], updates: int, seed: int
-) -> None:
+def test_scattered_positions_have_draws_of_their_own(axes, updates, seed):
     """Behind what is scattered, and before any layer that is split, no two ranks draw alike."""
     words = {"first": "scattered", "up": "column", "down": "row", "head": "gathered"}
     plan = af.tensor_parallel(words, sequence=True)

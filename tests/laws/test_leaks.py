@@ -45,8 +45,8 @@ def create(world: af.World, setup: Any) -> af.TrainState:
     num_updates=st.integers(1, 3),
 )
 def test_a_step_adds_to_no_gradient_of_the_caller(
-    size: int, setup: str, leaf: str, before: bool, in_batch: bool, num_updates: int
-) -> None:
+    size, setup, leaf, before, in_batch, num_updates
+):
     """Leaves that a loss captures, or that come in its batch, have the grad that they had."""
     size = size if setup in ("ddp", "local_sgd") else 1
 
@@ -73,9 +73,7 @@ def test_a_step_adds_to_no_gradient_of_the_caller(
     names=st.sets(st.sampled_from(["0.weight", "1.bias", "1.running_mean"])),
     kind=st.sampled_from(["requires_grad", "grad", "both"]),
 )
-def test_what_autograd_notes_of_a_state_ends_with_it(
-    num_updates: int, names: set[str], kind: str
-) -> None:
+def test_what_autograd_notes_of_a_state_ends_with_it(num_updates, names, kind):
     """A user who differentiates by a state's own tensors has not changed the next state."""
     world = af.World.single(device="cpu")
     state = create(world, None)

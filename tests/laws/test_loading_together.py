@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import accelfn as af
 from tests.internals import SAVED_FIELDS as FIELDS
 from tests.laws.split_models import Run, runs
-from tests.laws.test_layouts import LAYOUTS, Lying, layouts, stepped
+from tests.laws.test_layouts import LAYOUTS, layouts, stepped
 
 DAMAGES = ["a byte", "a file", "the manifest", "nothing"]
 
@@ -48,14 +48,8 @@ def damaged(copy: Path, what: str) -> None:
     place=st.integers(0, 3),
 )
 def test_a_file_that_one_rank_cannot_read_is_told_to_all(
-    run: Run,
-    one: Lying,
-    other: Lying,
-    frozen: Any,
-    what: str,
-    in_part: bool,
-    place: int,
-) -> None:
+    run, one, other, frozen, what, in_part, place
+):
     """Each rank reads a copy of its own, and one of them is damaged: where the model is split
     all ranks raise the same error, which names the place, and else that rank alone; none waits.
     """

@@ -32,9 +32,7 @@ pytestmark = (
     interval=st.integers(1, 3),
     size=st.integers(1, 2),
 )
-def test_the_scale_follows_its_rule(
-    overflows: list[bool], growth: float, backoff: float, interval: int, size: int
-) -> None:
+def test_the_scale_follows_its_rule(overflows, growth, backoff, interval, size):
     """It shrinks at an overflow, grows after so many good updates; the rate follows the step."""
     fp16 = af.autocast(
         "fp16",

@@ -57,8 +57,8 @@ def by_hand(state: af.TrainState, rows: torch.Tensor) -> dict[str, torch.Tensor]
 @example(engine="none", shares=[0, 2], as_tensor=False, into=False)
 @example(engine="fsdp", shares=[0, 2], as_tensor=True, into=False)
 def test_gradients_made_by_hand_train_as_those_of_a_loss(
-    engine: str, shares: list[int], *, as_tensor: bool, into: bool
-) -> None:
+    engine, shares, *, as_tensor, into
+):
     """They are averaged over ranks and micro-batches by their weight.
 
     A rank without samples has the gradient of a mean of nothing, NaN, with a weight of 0.

@@ -63,13 +63,8 @@ def trained(model: nn.Module, batches: torch.Tensor) -> af.TrainState:
     is_removed=st.booleans(),
 )
 def test_a_model_in_its_file_is_one_in_memory(
-    widths: list[int],
-    dtype: torch.dtype,
-    padding: int | None,
-    seed: int,
-    updates: int,
-    is_removed: bool,
-) -> None:
+    widths, dtype, padding, seed, updates, is_removed
+):
     """Whoever wrote it: it computes and trains bitwise the same, and the file stays as it was."""
     torch.manual_seed(seed)
     make = partial(network, widths, dtype)

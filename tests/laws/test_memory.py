@@ -172,9 +172,7 @@ def test_an_estimate_counts_parts_of_sequences(width: int, axes: Any) -> None:
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=4),
     places=st.lists(st.integers(0, 99), max_size=6),
 )
-def test_a_tensor_in_two_places_is_there_once(
-    sizes: list[int], places: list[int]
-) -> None:
+def test_a_tensor_in_two_places_is_there_once(sizes, places):
     """Wherever in a slot it stands, and however often."""
     each = [torch.zeros(size) for size in sizes]
     some = [each[place % len(each)] for place in places]

@@ -106,9 +106,7 @@ PARAMETERS = [f"layers.{i}.{what}" for i in range(3) for what in ("weight", "bia
     st.sampled_from([1, 2]),
     st.integers(0, 2),
 )
-def test_what_a_loss_freezes_is_trained_after_it(
-    names: set[str], size: int, before: int
-) -> None:
+def test_what_a_loss_freezes_is_trained_after_it(names, size, before):
     """L22: a loss that freezes is refused by name, and the next step is as if it never ran."""
 
     def train(world: af.World, *, freezes: bool) -> af.TrainState:

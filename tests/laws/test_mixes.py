@@ -23,9 +23,7 @@ from tests.laws.test_orders import SEEDS, order_of
     shuffle=st.booleans(),
     seed=SEEDS,
 )
-def test_mixes_have_their_shares_in_every_block(
-    lengths: list[int], weights: list[float], shuffle: bool, seed: int
-) -> None:
+def test_mixes_have_their_shares_in_every_block(lengths, weights, shuffle, seed):
     """Behind every 64 positions each dataset has had its share, to within one sample."""
     shares = np.array(weights[: len(lengths)]) / sum(weights[: len(lengths)])
     ends = np.cumsum(lengths)
@@ -80,9 +78,7 @@ def test_mixes_go_through_each_dataset(
     batch_size=st.integers(1, 4),
     size=st.integers(1, 3),
 )
-def test_they_are_evaluated_in_their_own_order(
-    lengths: list[int], shuffle: bool, batch_size: int, size: int
-) -> None:
+def test_they_are_evaluated_in_their_own_order(lengths, shuffle, batch_size, size):
     """A mix is evaluated on one dataset after the other, however it is trained."""
     data = af.Data.mix(
         [torch.arange(n) for n in lengths],
@@ -122,14 +118,8 @@ def as_lists(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     size=st.integers(1, 3),
 )
 def test_options_of_a_mix_are_those_of_data(
-    n: int,
-    batch_size: int,
-    remainder: str,
-    collate: Any,
-    timeout: float,
-    num_workers: int,
-    size: int,
-) -> None:
+    n, batch_size, remainder, collate, timeout, num_workers, size
+):
     """A mix of one dataset is that dataset, with any options."""
     assume(remainder != "drop" or batch_size <= n)
     options: dict[str, Any] = {

@@ -47,9 +47,7 @@ pieces = st.lists(
     axes=st.sampled_from(AXES),
     wrong=st.lists(st.tuples(st.integers(0, 99), st.sampled_from([nan, nan, -inf]))),
 )
-def test_the_norm_of_parts_is_that_of_the_whole(
-    given: list[Piece], axes: dict[str, int], wrong: list[tuple[int, float]]
-) -> None:
+def test_the_norm_of_parts_is_that_of_the_whole(given, axes, wrong):
     """On every rank, of parts along any axes and whole tensors beside them; and it is finite
     if all of them are, on whichever rank one is not.
     """

@@ -110,9 +110,7 @@ def by_hand(net: nn.Module, rest: str, factors: Sequence[float]) -> Found:
     factors=st.lists(st.sampled_from([1.0, 0.5, 2.0, 0.0]), min_size=1, max_size=4),
     seed=st.integers(0, 3),
 )
-def test_each_part_is_its_own_optimizer(
-    rest: str, factors: list[float], seed: int
-) -> None:
+def test_each_part_is_its_own_optimizer(rest, factors, seed):
     """Muon for matrices and another for the rest are the two stepped by hand, at any rate."""
     state = af.TrainState.create(
         model=model("plain"),
@@ -161,9 +159,7 @@ some = names.filter(lambda found: 0 < len(found) < 4)
 
 
 @given(one=some, other=some, make=st.sampled_from(["momentum", "adamw"]))
-def test_parts_take_no_other_parts_state(
-    one: frozenset[str], other: frozenset[str], make: str
-) -> None:
+def test_parts_take_no_other_parts_state(one, other, make):
     """A checkpoint of a partition is refused by one whose parts have other parameters, be they
     as many and of one kind.
     """
@@ -196,9 +192,7 @@ masks = st.lists(names.filter(bool), min_size=1, max_size=4)
     setup=exact,
     loss=st.sampled_from(sorted(LOSSES)),
 )
-def test_frozen_in_mid_run(
-    optimizer: str, masks: list[frozenset[str]], size: int, setup: object, loss: str
-) -> None:
+def test_frozen_in_mid_run(optimizer, masks, size, setup, loss):
     """What is frozen stays, its optimizer state too; both are gone on with once thawed."""
     run = Run(n=8, batch_size=4, optimizer=optimizer, loss=loss, dyadic=False)
 

@@ -203,9 +203,7 @@ def test_every_order_is_evaluated_on_each_sample_once(data: af.Data, size: int) 
     start=st.integers(0, 3999),
     shuffle=st.booleans(),
 )
-def test_no_sample_is_lost_between_blocks(
-    n: int, batch_size: int, size: int, start: int, *, shuffle: bool
-) -> None:
+def test_no_sample_is_lost_between_blocks(n, batch_size, size, start, *, shuffle):
     """However batches lie across the blocks in which a long order is computed."""
     data, at = (
         af.Data(torch.arange(n), global_batch_size=batch_size, shuffle=shuffle),
@@ -240,9 +238,7 @@ class Asked:
     parts=st.integers(1, 3),
     remainder=REMAINDERS,
 )
-def test_a_rank_asks_for_no_position_but_its_own(
-    n: int, batch_size: int, size: int, parts: int, remainder: Any
-) -> None:
+def test_a_rank_asks_for_no_position_but_its_own(n, batch_size, size, parts, remainder):
     """On any number of ranks an order is asked once for what is read, and no more."""
 
     def rank(world: af.World) -> None:
@@ -320,9 +316,7 @@ def test_samplers_are_kept(indices: list[int], batch_size: int, size: int) -> No
 
 
 @given(seed=SEEDS, size=st.integers(1, 8), batch_size=st.integers(1, 5))
-def test_random_samplers_are_functions_of_the_epoch(
-    seed: int, size: int, batch_size: int
-) -> None:
+def test_random_samplers_are_functions_of_the_epoch(seed, size, batch_size):
     """Samplers that draw give all ranks one epoch, again the same; others and seeds differ."""
     samplers = {
         "subset": SubsetRandomSampler(range(2, 20)),
@@ -350,9 +344,7 @@ def test_random_samplers_are_functions_of_the_epoch(
     ),
     legs=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 4)), max_size=3),
 )
-def test_batch_samplers_are_kept(
-    batches: list[list[int]], legs: list[tuple[int, int]]
-) -> None:
+def test_batch_samplers_are_kept(batches, legs):
     """A batch sampler's lists are the updates, on any ranks, cut and resumed on others."""
     data = af.Data(torch.arange(12), batch_sampler=Listed(batches))
     found = in_legs(legs, lambda _world: data)
@@ -372,9 +364,7 @@ def test_batch_samplers_are_kept(
     size=st.integers(1, 8),
     seed=SEEDS,
 )
-def test_an_order_of_ones_own_is_followed(
-    n: int, batch_size: int, size: int, seed: int
-) -> None:
+def test_an_order_of_ones_own_is_followed(n, batch_size, size, seed):
     """A function (seed, epoch, n) says the order of each epoch, on any ranks."""
     data = numbers(n, a_loop, global_batch_size=batch_size)
     ranks = list(simulate(size, lambda world: read(world, data, seed=seed)))

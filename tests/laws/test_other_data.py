@@ -37,9 +37,7 @@ def create(world: af.World | None = None, seed: int = 0) -> af.TrainState:
 @given(
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6), ranks=st.integers(1, 3)
 )
-def test_each_sample_is_read_once_while_batch_sizes_change(
-    sizes: list[int], ranks: int
-) -> None:
+def test_each_sample_is_read_once_while_batch_sizes_change(sizes, ranks):
     """A batch size that changes in mid-epoch leaves out no sample, and repeats none."""
 
     def train(world: af.World) -> list[float]:

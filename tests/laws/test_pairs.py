@@ -165,9 +165,7 @@ def played(setup: list[Any], num_updates: int) -> tuple[af.TrainState, list[Any]
     at=st.sets(st.integers(0, 2)),
     place=st.integers(0, 3),
 )
-def test_each_field_has_its_order(
-    setup: list[Notes], num_updates: int, at: set[int], place: int
-) -> None:
+def test_each_field_has_its_order(setup, num_updates, at, place):
     """Values flow from the left, wrappers are made from the right, each once a call."""
     setup = [*setup[:place], Skips(tuple(sorted(at))), *setup[place:]]
     _, log = played(setup, num_updates)

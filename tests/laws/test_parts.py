@@ -30,9 +30,7 @@ def test_calls_in_parts_are_of_their_ranks(
     op=st.sampled_from(["sum", "mean", "max"]),
     seed=st.integers(0, 99),
 )
-def test_reduced_within_and_across_is_reduced(
-    size: int, count: int, op: str, seed: int
-) -> None:
+def test_reduced_within_and_across_is_reduced(size, count, op, seed):
     """On integers bit by bit, over parts of one size, in either order."""
 
     def reduced(world: af.World) -> list[torch.Tensor]:

@@ -139,9 +139,7 @@ def test_a_mean_is_by_weight(
     further=st.integers(0, 2),
     times=st.integers(1, 3),
 )
-def test_what_failed_on_its_way_fails_whoever_waits(
-    how: str, further: int, times: int
-) -> None:
+def test_what_failed_on_its_way_fails_whoever_waits(how, further, times):
     """And as often: nobody is given nothing for values that never arrived."""
     told: list[str] = []
 
@@ -204,9 +202,7 @@ class late_mean:
         max_size=5,
     ),
 )
-def test_in_a_slot_it_is_waited_for_by_whoever_looks(
-    size: int, looks: list[str]
-) -> None:
+def test_in_a_slot_it_is_waited_for_by_whoever_looks(size, looks):
     """A copy, a checkpoint and a look change no bit, and what is kept has arrived."""
 
     def train(world: af.World, folder: str, looks: list[str]) -> dict[str, Any]:

@@ -146,9 +146,7 @@ def test_what_was_reported_is_saved(
     values=st.lists(VALUES, max_size=8),
     factors=st.lists(st.sampled_from([1.0, 0.5, 0.0]), min_size=1, max_size=4),
 )
-def test_plateau_reduces_what_is_scheduled(
-    given: Given, values: list[float], factors: list[float]
-) -> None:
+def test_plateau_reduces_what_is_scheduled(given, values, factors):
     """Beside a schedule, an update takes the schedule's rate, reduced as often as it stalled."""
     alone = given.state()
     for value in values:
@@ -190,9 +188,7 @@ TOGETHER = {
     size=st.integers(2, 3),
     by=st.sampled_from(sorted(TOGETHER)),
 )
-def test_ranks_report_the_same(
-    given: Given, values: list[float], size: int, by: str
-) -> None:
+def test_ranks_report_the_same(given, values, size, by):
     """Where ranks train together, one that reports another value is named, on all."""
 
     def rank(world: af.World) -> str:

@@ -79,9 +79,7 @@ RANKED = [
 
 
 @given(run=runs(), kind=KINDS, setup=st.sampled_from(RANKED), size=st.integers(2, 3))
-def test_the_same_step_twice_on_ranks(
-    run: Run, kind: str, setup: object, size: int
-) -> None:
+def test_the_same_step_twice_on_ranks(run, kind, setup, size):
     """On every rank too, a step is a function, donate=False a copy, and forks do not meet."""
     n = 24 if kind == "norm" else run.n  # two samples in every micro-batch
     run = attrs.evolve(run, kind=kind, setup=setup, n=n, dyadic=False)
@@ -143,9 +141,7 @@ def test_value_and_grad_changes_nothing(run: Run, kind: str, setup: object) -> N
     setup=setups(),
     modes=st.sets(st.sampled_from(["no_grad", "inference", "autocast"])),
 )
-def test_the_process_is_as_before(
-    run: Run, kind: str, setup: object, modes: set
-) -> None:
+def test_the_process_is_as_before(run, kind, setup, modes):
     """A step touches no generator or mode, and no mode of the caller touches a step."""
     run = make(run, kind, setup)
     expected, _ = run.train(run.state())

@@ -62,9 +62,7 @@ def test_different_keys_draw_differently(keys: list[tuple]) -> None:
     parents=st.lists(parts.map(tuple), min_size=1, max_size=4, unique_by=repr),
     numbers=st.sets(st.integers(0, 2**40), min_size=1, max_size=6),
 )
-def test_different_numbers_under_a_key_draw_differently(
-    parents: list[tuple], numbers: set[int]
-) -> None:
+def test_different_numbers_under_a_key_draw_differently(parents, numbers):
     """Every step and micro-batch under a key has a stream with nothing in common."""
     keys = [draws.fold(draws.key(*p), n) for p in parents for n in numbers]
     assert distinct([drawn(key) for key in [*keys, *map(draws.key, numbers)]])
@@ -91,9 +89,7 @@ def callers(number: int) -> Generator[None]:
 
 
 @given(seed=numbers, number=st.integers(0, 9), raises=st.booleans())
-def test_a_stream_leaves_the_generator_as_it_was(
-    seed: int, number: int, raises: bool
-) -> None:
+def test_a_stream_leaves_the_generator_as_it_was(seed, number, raises):
     """What is drawn before and after a stream, even one that raises, does not know of it."""
     with callers(number):
         expected = [rolled() for _ in range(2)]

@@ -119,9 +119,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(
     seed=st.integers(0, 3),
 )
 @few
-def test_workers_change_nothing(
-    workers: int, data: st.DataObject, size: int, parts: int, seed: int
-) -> None:
+def test_workers_change_nothing(workers, data, size, parts, seed):
     """Values and draws are those read without workers, whole or cut with batches read ahead."""
     given = data.draw(drawing(workers))
     here = attrs.evolve(given, num_workers=0)
@@ -163,9 +161,7 @@ def test_draws_are_of_a_place(data: af.Data, size: int, parts: int) -> None:
     size=st.integers(1, 3),
     ambient=st.integers(0, 3),
 )
-def test_draws_beside_data_that_draw_nothing(
-    lengths: tuple[int, int], size: int, ambient: int
-) -> None:
+def test_draws_beside_data_that_draw_nothing(lengths, size, ambient):
     """In a mix with tensors, augmentation draws from a place's key alone."""
     drawn, plainly = Drawing(lengths[0]), torch.ones(lengths[1], 4).double()
     data = af.Data.mix([drawn, plainly], global_batch_size=4, shuffle=True)

@@ -25,9 +25,7 @@ sizes = st.integers(2, 4)
     parts=st.integers(1, 3),
     reduce=st.sampled_from([SumAll(), GatherAll()]),
 )
-def test_a_users_sum_is_that_of_all_ranks(
-    run: Run, size: int, parts: int, reduce: object
-) -> None:
+def test_a_users_sum_is_that_of_all_ranks(run, size, parts, reduce):
     """A7: a reduce of public names gives what one process gives, and replicas the same bits."""
     expected, expected_means = alone(run)
     split = [af.shard_data(), reduce, af.accumulate(num_micro_batches=parts)]
@@ -57,9 +55,7 @@ class HalvesTheMean:
 
 
 @given(run=runs(), size=st.integers(1, 4), parts=st.integers(1, 3))
-def test_a_reduce_is_called_on_any_number_of_ranks(
-    run: Run, size: int, parts: int
-) -> None:
+def test_a_reduce_is_called_on_any_number_of_ranks(run, size, parts):
     """A7: one rank trains with a reduce as several do."""
     expected, _ = alone(run, HalvesTheMean())
     split = [af.shard_data(), HalvesTheSum(), af.accumulate(num_micro_batches=parts)]
@@ -100,9 +96,7 @@ class OffBy:
     name=st.sampled_from(["", *sorted(Run().state().params)]),
     data=st.data(),
 )
-def test_sums_that_differ_by_rank_are_refused(
-    size: int, name: str, data: st.DataObject
-) -> None:
+def test_sums_that_differ_by_rank_are_refused(size, name, data):
     """A7: one bit of the weight, or of a gradient, of one rank is told in its first update."""
     culprit = data.draw(st.integers(0, size - 1))
     setup = af.chain(af.shard_data(), OffBy(culprit, name_=name))

@@ -56,9 +56,7 @@ def trainings(draw: st.DrawFn, setups: Mapping[str, Any], optimizer: str) -> Tra
     schedule=st.lists(st.integers(0, 3), max_size=20),
 )
 @example(Training(setup=af.local_sgd(sync_every=4), every=4, updates=12), 3, 1, 6, [])
-def test_the_rest_go_on_from_the_last_average(
-    training: Training, size: int, gone: int, step: int, schedule: list[int]
-) -> None:
+def test_the_rest_go_on_from_the_last_average(training, size, gone, step, schedule):
     """What they train is what fewer ranks do from the checkpoint that all saved there.
 
     They are numbered anew, on their machine too: a first one is there to do what one does.
@@ -111,8 +109,8 @@ def test_the_rest_go_on_from_the_last_average(
     Training(setup=af.local_sgd(sync_every=4), every=4, updates=12), 2, 0, 5, 3, 0
 )
 def test_a_rank_that_comes_back_comes_in_at_an_average(
-    training: Training, size: int, gone: int, step: int, later: int, begins: int
-) -> None:
+    training, size, gone, step, later, begins
+):
     """It goes on with the others as from the checkpoint that these saved there."""
     gone %= size
     back = step + later
@@ -185,11 +183,7 @@ def test_what_is_each_rank_s_own_it_keeps(
 @example(
     Training(setup=af.local_sgd(sync_every=4), every=4, updates=12), 3, [(1, 6, None)]
 )
-def test_each_epoch_is_covered_once(
-    training: Training,
-    size: int,
-    faults: list[tuple[int, int, int | None]],
-) -> None:
+def test_each_epoch_is_covered_once(training, size, faults):
     """Whoever is gone and comes back: what counts in the parameters had each sample once."""
     planned = [
         Crash(rank, step=step, returns=None if later is None else step + later)

@@ -123,9 +123,7 @@ def bits(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @given(pair=bits())
-def test_a_checksum_tells_bits_and_places_apart(
-    pair: tuple[torch.Tensor, torch.Tensor],
-) -> None:
+def test_a_checksum_tells_bits_and_places_apart(pair):
     """It is the same where all bits are, and no other elements' or their places'."""
     one, other = pair
     same = torch.equal(one.view(torch.uint8), other.view(torch.uint8))

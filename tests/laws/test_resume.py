@@ -47,9 +47,7 @@ def stranger(run: Run, world: af.World | None = None) -> af.TrainState:
 @given(
     run=runs(), kind=KINDS, setup=chains(), cuts=st.sets(st.integers(0, 4), max_size=2)
 )
-def test_cut_and_resumed_runs_are_uninterrupted_ones(
-    run: Run, kind: str, setup: object, cuts: set[int]
-) -> None:
+def test_cut_and_resumed_runs_are_uninterrupted_ones(run, kind, setup, cuts):
     """Saved and loaded at any updates, several times, a run ends bitwise the same."""
     run = make(run, kind, setup)
     whole, expected = run.train(run.state(), 4)
@@ -187,9 +185,7 @@ def test_another_number_of_ranks_goes_on(
     optimizer=st.sampled_from(["sgd", "momentum", "adamw"]),
     weighted=st.booleans(),
 )
-def test_ranks_that_differ_are_averaged(
-    at: int, sizes: tuple[int, int], optimizer: str, weighted: bool
-) -> None:
+def test_ranks_that_differ_are_averaged(at, sizes, optimizer, weighted):
     """Between averages of local SGD another number of ranks goes on from their mean."""
     run = Run(
         n=23,

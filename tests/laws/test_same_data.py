@@ -242,9 +242,7 @@ def test_orders_of_each_rank_are_seen(seeds: list[int]) -> None:
     shuffle=st.booleans(),
     data=st.data(),
 )
-def test_batches_of_each_rank_are_seen(
-    n: int, by: str, data: st.DataObject, *, shuffle: bool
-) -> None:
+def test_batches_of_each_rank_are_seen(n, by, data, *, shuffle):
     """A3: ranks that cut the same samples into other batches are told; alike, they are not."""
     costs = data.draw(st.lists(st.integers(1, 4), min_size=n, max_size=n))
     other = data.draw(st.sampled_from([costs, costs[::-1]]))
@@ -290,9 +288,7 @@ READING_SETUPS = [*SETUPS.values(), af.chain(af.wrap_ddp())]
     by=st.sampled_from(["loop", "loop", "build", "evaluate"]),
     epochs=st.integers(1, 2),
 )
-def test_ranks_that_read_otherwise_are_told(
-    readers: list[str], setup: Any, by: str, epochs: int
-) -> None:
+def test_ranks_that_read_otherwise_are_told(readers, setup, by, epochs):
     """Before a sample is read: of which option they differ; by whichever call they meet first."""
 
     def rank(world: af.World) -> str:
@@ -444,9 +440,7 @@ def test_objects_are_known_by_what_they_hold(
     digits=st.text("123456789", min_size=3, max_size=6),
     cuts=st.lists(st.integers(1, 5), min_size=2, max_size=2),
 )
-def test_digits_that_are_cut_elsewhere_are_other_data(
-    digits: str, cuts: list[int]
-) -> None:
+def test_digits_that_are_cut_elsewhere_are_other_data(digits, cuts):
     """To a checkpoint a sample of 1 and 23 is another one than a sample of 12 and 3."""
     cuts = [min(cut, len(digits) - 1) for cut in cuts]
     samples = [(int(digits[:cut]), int(digits[cut:])) for cut in cuts]

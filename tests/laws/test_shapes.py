@@ -162,9 +162,7 @@ def test_what_needs_values_is_refused_by_name(kind: str, run: Run) -> None:
 
 @pytest.mark.parametrize("lying", [Lying({"tp": 2}), BY_SEQUENCE[0]])
 @given(precision=st.sampled_from(["bf16", "fp16"]))
-def test_what_would_be_sent_in_another_dtype_is_refused(
-    lying: Lying, precision: str
-) -> None:
+def test_what_would_be_sent_in_another_dtype_is_refused(lying, precision):
     """torch computes in the model's own dtype on meta, whatever `autocast` says."""
     cast = af.autocast(precision)
     speech = Speech(n=4, batch_size=2, plan=SEQUENCE)

@@ -32,9 +32,7 @@ def state_of(data: af.Data, *, seed: int, setup: object) -> af.TrainState:
     size=st.integers(1, 8),
     k=st.integers(1, 4),
 )
-def test_parts_partition_every_batch(
-    n: int, batch_size: int, remainder: str, size: int, k: int
-) -> None:
+def test_parts_partition_every_batch(n, batch_size, remainder, size, k):
     """Concatenated in rank order the parts are the batch; sizes differ by at most one."""
     plans = [
         af.typing.Plan(rank=r, num_shares=size, num_micro_batches=k)
@@ -64,9 +62,7 @@ def test_parts_partition_every_batch(
     micro=st.integers(1, 5),
     size=st.integers(1, 8),
 )
-def test_micro_batch_size_bounds_parts(
-    n: int, batch_size: int, remainder: str, micro: int, size: int
-) -> None:
+def test_micro_batch_size_bounds_parts(n, batch_size, remainder, micro, size):
     """With micro_batch_size no part is larger, and every rank has as many parts."""
     made = []
     for rank in range(size):
@@ -156,8 +152,8 @@ def read_all(
     seed=st.integers(0, 5),
 )
 def test_resuming_at_any_batch_gives_the_very_rest(
-    n: int, batch_size: int, remainder: str, cut: int, parts: int, seed: int
-) -> None:
+    n, batch_size, remainder, cut, parts, seed
+):
     """A cut and resumed run sees the samples of an uninterrupted one, in order."""
     if remainder == "drop":
         n = max(n, batch_size)

@@ -230,9 +230,7 @@ class Noisy:
     steps=st.tuples(st.integers(0, 2), st.integers(0, 2)),
     starts=st.none() | st.integers(0, 3),
 )
-def test_what_is_loaded_draws_by_its_own_seed(
-    size: int, seeds: tuple[int, int], steps: tuple[int, int], starts: int | None
-) -> None:
+def test_what_is_loaded_draws_by_its_own_seed(size, seeds, steps, starts):
     """A6: loaded into a state that has drawn by another seed, a run draws as it would have.
 
     So do transforms, losses and the first factors of PowerSGD, if it starts at all.

@@ -54,15 +54,8 @@ def said(size: int, fn: Callable[[af.World], object]) -> list[str]:
     updates=st.integers(1, 3),
 )
 def test_ranks_that_do_the_same_work_are_told(
-    size: int,
-    by: str,
-    batch_size: int,
-    parts: int,
-    updates: int,
-    *,
-    own: bool,
-    sharded: bool,
-) -> None:
+    size, by, batch_size, parts, updates, *, own, sharded
+):
     """D: without `shard_data` ranks of the same data are told once; with their own they are not."""
     own = own and not sharded
 
@@ -96,9 +89,7 @@ WAYS = ("batches", "plain", "own plain", "lockstep", "first batches")
     way=st.sampled_from(WAYS),
     has_data=st.booleans(),
 )
-def test_values_that_are_not_cut_are_told(
-    size: int, by: str, way: str, *, has_data: bool
-) -> None:
+def test_values_that_are_not_cut_are_told(size, by, way, *, has_data):
     """A4: values that are no batches of the state's data are told, once, on any ranks.
 
     Without data they are told if all ranks have the same under `shard_data`, and are let be

@@ -268,9 +268,7 @@ def test_what_is_lent_is_not_copied(what: str, size: int, setup: str) -> None:
     optimizer=st.sampled_from(["momentum", "adamw"]),
     updates=UPDATES,
 )
-def test_no_two_fields_of_a_state_share_memory(
-    setup: Any, size: int, kind: str, optimizer: str, updates: int
-) -> None:
+def test_no_two_fields_of_a_state_share_memory(setup, size, kind, optimizer, updates):
     """L33: a slot begins, and goes on, in memory of its own, whatever stands beside it."""
     run = Run(
         kind=kind,

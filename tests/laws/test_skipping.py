@@ -176,9 +176,7 @@ class Notes:
     size=st.integers(1, 3),
     seed=SEEDS,
 )
-def test_a_skipped_update_is_one_that_was_not(
-    fault: Fault, skipping: Any, reducing: af.chain, size: int, seed: int
-) -> None:
+def test_a_skipped_update_is_one_that_was_not(fault, skipping, reducing, size, seed):
     """Training on is bitwise what it is without the batches whose updates were skipped."""
     setup = af.chain(reducing, Notes(), skipping, af.ema(0.5))
     # a power of 2 in the place of another changes no bit of a gradient in float64
@@ -291,9 +289,7 @@ def test_what_is_not_finite_is_found(
     rank=st.integers(0, 2),
     parts=st.integers(1, 3),
 )
-def test_too_many_in_a_row_raise_on_every_rank(
-    most: int, size: int, rank: int, parts: int
-) -> None:
+def test_too_many_in_a_row_raise_on_every_rank(most, size, rank, parts):
     """The update after `max_consecutive` raises, names parameter and rank, and is not taken."""
 
     def loss_fn(net: nn.Module, batch: Any) -> torch.Tensor:
@@ -408,13 +404,8 @@ class OverflowsIn(torch.autograd.Function):
     size=st.integers(2, 4),
 )
 def test_an_overflow_in_rows_of_one_rank_skips_the_update_of_all(
-    columns: list[int | None],
-    rank: int,
-    who: Any,
-    split: Any,
-    micro: int,
-    size: int,
-) -> None:
+    columns, rank, who, split, micro, size
+):
     """Under wrap_fsdp one rank alone has the rows that are not finite; its loss is finite."""
 
     def run(world: af.World) -> None:

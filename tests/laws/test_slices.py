@@ -63,9 +63,7 @@ def resharded(
 
 
 @given(shapes_and_cuts())
-def test_resharding_is_cutting(
-    drawn: tuple[tuple[int, ...], list[list[Slice]]],
-) -> None:
+def test_resharding_is_cutting(drawn):
     """L47: from n ranks to m and on, each rank has what a cut of the whole gives it."""
     shape, ways = drawn
     whole = numbered(shape)
@@ -78,9 +76,7 @@ def test_resharding_is_cutting(
 
 
 @given(shapes_and_cuts(), st.data())
-def test_a_slice_that_is_missing_is_noticed(
-    drawn: tuple[tuple[int, ...], list[list[Slice]]], data: st.DataObject
-) -> None:
+def test_a_slice_that_is_missing_is_noticed(drawn, data):
     """L47: what no rank holds is refused, and nothing is made up for it."""
     shape, (boxes, *_) = drawn
     gone = data.draw(st.sampled_from(range(len(boxes))))
@@ -106,9 +102,7 @@ def test_cuts_tile(drawn: tuple[tuple[int, ...], list[list[Slice]]]) -> None:
 
 
 @given(SHAPES, st.data())
-def test_boxes_tile_if_each_element_is_in_one(
-    shape: tuple[int, ...], data: st.DataObject
-) -> None:
+def test_boxes_tile_if_each_element_is_in_one(shape, data):
     """L47: any boxes are the whole if, counted, each element lies in one of them."""
     boxes = data.draw(cuts(shape))
     for _ in range(data.draw(st.integers(0, 2))):

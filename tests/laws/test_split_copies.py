@@ -36,15 +36,7 @@ from tests.strategies import differences, tensors
     bad=st.none() | st.tuples(st.integers(0, 2), st.integers(0, 2)),
     lone=st.booleans(),
 )
-def test_a_copy_is_a_rank_alone(
-    run: Run,
-    apart: Apart,
-    every: Any,
-    updates: int,
-    dtype: torch.dtype,
-    bad: tuple[int, int] | None,
-    lone: bool,
-) -> None:
+def test_a_copy_is_a_rank_alone(run, apart, every, updates, dtype, bad, lone):
     """Parameters, optimizer state, averages and what is evaluated are those of whole models.
 
     What is not finite in one copy skips that update in all.
@@ -165,9 +157,7 @@ def test_a_period_goes_on_in_any_layout(
     updates=1,
 )
 @given(run=trainings, apart=apart, every=every | outer, updates=st.integers(0, 3))
-def test_each_rank_has_its_part(
-    run: Run, apart: Apart, every: Any, updates: int
-) -> None:
+def test_each_rank_has_its_part(run, apart, every, updates):
     """Of parameters and of the average that evaluation sees, as of any split model."""
 
     def look(world: af.World) -> None:
@@ -221,9 +211,7 @@ def test_in_few_bits_copies_have_one_anchor(
     updates=st.integers(0, 4),
     to=st.sampled_from(["together", "cut", "whole"]),
 )
-def test_copies_change_their_layout_when_they_agree(
-    run: Run, split: Apart, every: Any, updates: int, to: str
-) -> None:
+def test_copies_change_their_layout_when_they_agree(run, split, every, updates, to):
     """As they are: together from now on, or whole ranks, which stay apart, and back in parts."""
     run = attrs.evolve(run, behind=())
     micro = af.accumulate(num_micro_batches=run.micro)
@@ -261,9 +249,7 @@ def test_copies_change_their_layout_when_they_agree(
     split=st.builds(Apart, st.integers(2, 3), st.just(2), wraps),
     apart=st.sampled_from([af.identity(), af.local_sgd(sync_every=2)]),
 )
-def test_copies_are_compared_before_they_train(
-    run: Run, split: Apart, apart: Any
-) -> None:
+def test_copies_are_compared_before_they_train(run, split, apart):
     """What somebody wrote in one of them is found at the next step, by its name."""
 
     def train(world: af.World) -> None:

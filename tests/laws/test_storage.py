@@ -170,9 +170,7 @@ def test_what_is_loaded_is_saved_alike(run: Run, setup: tuple, updates: int) -> 
     how=st.sampled_from(["flip", "cut", "add", "remove"]),
     joint=st.booleans(),
 )
-def test_any_change_of_a_file_is_noticed(
-    size: int, data: st.DataObject, how: str, joint: bool
-) -> None:
+def test_any_change_of_a_file_is_noticed(size, data, how, joint):
     """One bit flipped, a tail cut off or added, a file gone: load refuses on each rank."""
     setup = af.chain(af.shard_data(), af.local_sgd(sync_every=2))
     run = Run(n=12, updates=1, setup=setup, dyadic=False, loss="squared")
@@ -228,9 +226,7 @@ READERS: dict[str, Callable[[af.TrainState, Path], af.TrainState]] = {
 
 
 @given(size=st.sampled_from([1, 2]), reader=st.sampled_from([*READERS]), draw=st.data())
-def test_whoever_reads_notices_a_change(
-    size: int, reader: str, draw: st.DataObject
-) -> None:
+def test_whoever_reads_notices_a_change(size, reader, draw):
     """One bit of a trained value flipped: whichever call reads it refuses, on each rank."""
     run = Run(n=4, setup=af.shard_data())
     with lent() as parent:
@@ -276,11 +272,8 @@ KINDS = st.sampled_from(sorted(SETUPS))
     mixed=st.sampled_from(["one", "two"]),
 )
 def test_states_that_are_saved_together_are_what_each_alone_is(
-    sizes: tuple[int, int],
-    kinds: tuple[str, str],
-    updates: tuple[int, int],
-    mixed: str,
-) -> None:
+    sizes, kinds, updates, mixed
+):
     """Files and loaded values are those of each alone; moments of two saves never mix."""
     runs = {
         name: Run(n=12, setup=af.chain(af.shard_data(), *SETUPS[kind]), dyadic=False)

@@ -52,9 +52,7 @@ def failing(disk: Disk, number: int, *, stays: bool) -> Callable[[str], None]:
     async_=st.booleans(),
     joint=st.booleans(),
 )
-def test_a_save_that_fails_fails_on_all_ranks(
-    size: int, at: int, number: int, stays: bool, async_: bool, joint: bool
-) -> None:
+def test_a_save_that_fails_fails_on_all_ranks(size, at, number, stays, async_, joint):
     """A full or broken disk: all are told why, what was there stays, training goes on."""
     said: list[str] = []
 
@@ -240,9 +238,7 @@ def test_one_store_saves_to_a_directory(ends):
     keep=st.integers(1, 2),
     big=st.booleans(),
 )
-def test_what_is_saved_is_what_was_given(
-    steps: int, async_: bool, keep: int, big: bool
-) -> None:
+def test_what_is_saved_is_what_was_given(steps, async_, keep, big):
     """Tensors that change as soon as `save` has returned are saved as they were."""
     state = state_of(1)
     if big:  # some time to write

@@ -141,9 +141,7 @@ def test_dispatched_is_as_if_each_read(
     data=st.data(), size=st.integers(1, 3), kind=st.sampled_from([Counting, Dividing])
 )
 @few
-def test_workers_read_as_one(
-    workers: int, data: st.DataObject, size: int, kind: Callable[[int], Any]
-) -> None:
+def test_workers_read_as_one(workers, data, size, kind):
     """Workers change nothing, and a stream that divides itself among them loses nothing."""
     is_the_map(data.draw(cases(workers)), size, kind)
 
@@ -229,9 +227,7 @@ def test_a_stream_goes_on_where_it_was_cut(
     kind=st.sampled_from(sorted(STATEFUL)),
 )
 @few
-def test_workers_that_read_ahead_are_resumed(
-    workers: int, data: st.DataObject, legs: list[tuple[int, int]], kind: str
-) -> None:
+def test_workers_that_read_ahead_are_resumed(workers, data, legs, kind):
     """What workers had read ahead of a cut comes again, and nothing else does."""
     case = attrs.evolve(data.draw(cases(workers)), parts=1)
     found = in_legs(legs, lambda _: case.data(STATEFUL[kind](case.n)), seed=case.seed)
@@ -338,8 +334,8 @@ OPERATIONS = {
     cut=st.integers(1, 6),
 )
 def test_a_stream_of_datasets_that_was_looked_at_comes_whole(
-    operations: list[str], num_looks: int, cut: int
-) -> None:
+    operations, num_looks, cut
+):
     """Every epoch, on a resume too, is what `iter` gives of a stream that nobody has read."""
 
     def made() -> Any:
@@ -413,9 +409,7 @@ def test_a_stream_with_one_state_is_read_by_one_loop(kind: Any, by: str) -> None
     how=st.sampled_from(sorted(READ)),
     seed=st.integers(0, 2**40),
 )
-def test_a_stream_draws_anew_at_every_place(
-    n: int, batch_size: int, how: str, seed: int
-) -> None:
+def test_a_stream_draws_anew_at_every_place(n, batch_size, how, seed):
     """What torch, numpy and Python draw differs between positions, epochs and seeds."""
     rows = []
     for each in (seed, seed + 2**32):
@@ -435,13 +429,8 @@ def test_a_stream_draws_anew_at_every_place(
     how=st.sampled_from([*READ]),
 )
 def test_a_stream_is_evaluated_on_each_sample_once(
-    n: int,
-    batch_size: int,
-    remainder: str,
-    size: int,
-    kind: Callable[[int], Any],
-    how: str,
-) -> None:
+    n, batch_size, remainder, size, kind, how
+):
     """Whatever becomes of a short batch in training, and wherever another evaluation was left."""
 
     def rank(world: af.World) -> None:

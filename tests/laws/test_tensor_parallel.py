@@ -321,9 +321,7 @@ class Breaking:
     updates=st.frozensets(st.integers(0, 2), max_size=3),
     data=st.data(),
 )
-def test_an_update_is_skipped_on_all_ranks_or_none(
-    speech: Speech, lying: Lying, updates: frozenset[int], data: Any
-) -> None:
+def test_an_update_is_skipped_on_all_ranks_or_none(speech, lying, updates, data):
     """Though one rank alone has the part of a gradient that is infinite."""
     size = 4 if lying.axes != {"tp": 2} else 2
     breaking = Breaking(data.draw(st.integers(0, size - 1)), updates=updates)

@@ -94,9 +94,7 @@ def run(call: str, seed: int, inside: Inside = lambda: None) -> Result:
 
 
 @given(first=calls, second=calls, seeds=st.tuples(st.integers(0, 3), st.integers(0, 3)))
-def test_a_second_thread_is_refused(
-    first: str, second: str, seeds: tuple[int, int]
-) -> None:
+def test_a_second_thread_is_refused(first, second, seeds):
     """A8: while one thread draws, another that would is refused, and neither's bits change.
 
     When the first has ended, the second draws what it draws alone.

@@ -183,9 +183,7 @@ class Broken:
     interrupted=st.booleans(),
     later=st.lists(st.integers(0, 8), min_size=1, max_size=4),
 )
-def test_an_error_is_told_again_or_costs_nothing(
-    given: Given, at: int, where: str, interrupted: bool, later: list[int]
-) -> None:
+def test_an_error_is_told_again_or_costs_nothing(given, at, where, interrupted, later):
     """A1: after a scheduler's error every ask for that update, or a later one, is the same
     error; after an interrupt rates are those of one that was not interrupted.
     """
@@ -258,9 +256,7 @@ def test_from_torch_over_ranks_and_cuts(
 
 
 @given(one=givens(), other=givens(), turns=st.lists(st.booleans(), max_size=14))
-def test_states_that_share_one_do_not_meet(
-    one: Given, other: Given, turns: list[bool]
-) -> None:
+def test_states_that_share_one_do_not_meet(one, other, turns):
     """A1: one from_torch may be the schedule of two states with optimizers of their own."""
     other = attrs.evolve(
         other, rates=other.rates[:1] * len(one.rates), scheduler=one.scheduler

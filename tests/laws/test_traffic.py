@@ -96,9 +96,7 @@ def test_foreseen_bytes_are_those_that_ranks_send(
     size=st.integers(1, 5),
     algorithm=st.sampled_from(ALGORITHMS),
 )
-def test_totals_do_not_depend_on_what_tells_them_apart(
-    drawn: Any, size: int, algorithm: Any
-) -> None:
+def test_totals_do_not_depend_on_what_tells_them_apart(drawn, size, algorithm):
     """By label, kind, update, group or line, they add up to the same; to 0 for one rank."""
     run = simulate(size, drawn)
     totals = {
@@ -187,9 +185,7 @@ bandwidths = st.floats(1, 1e9)
     bandwidth=st.tuples(bandwidths, bandwidths).map(sorted),
     overhead=st.tuples(latencies, latencies).map(sorted),
 )
-def test_seconds_are_monotone(
-    drawn: Any, size: int, algorithm: Any, latency: Any, bandwidth: Any, overhead: Any
-) -> None:
+def test_seconds_are_monotone(drawn, size, algorithm, latency, bandwidth, overhead):
     """A slower link is never faster; on one rank there is none to wait for."""
     traffic = communication(drawn)
     link = Link(latency=latency[0], bandwidth=bandwidth[1], overhead=overhead[0])
@@ -241,9 +237,7 @@ def test_seconds_are_those_of_the_books(n: int, size: int, count: int) -> None:
     compute=st.floats(0.1, 100),
     overlap=st.floats(0, 1),
 )
-def test_buckets_are_sent_beside_the_backward_pass(
-    sizes: list[int], compute: float, overlap: float
-) -> None:
+def test_buckets_are_sent_beside_the_backward_pass(sizes, compute, overlap):
     """An update takes no less than either, no more than both, and as long for one bucket.
 
     The link sends one after the other: the last is there when some bucket, ready by its share
@@ -350,9 +344,7 @@ def refused(traffic: Traffic, ranks: int, named: str) -> None:
 
 
 @given(counts=st.lists(st.integers(1, 99), min_size=1, max_size=3), meet=st.booleans())
-def test_parts_of_a_world_wait_for_their_own_ranks(
-    counts: list[int], meet: bool
-) -> None:
+def test_parts_of_a_world_wait_for_their_own_ranks(counts, meet):
     """An update takes as long as that part of it which has most to send, and what all do."""
     link, size = Link(latency=2.0, bandwidth=0.5), 2 * len(counts)
 

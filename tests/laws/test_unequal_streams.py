@@ -133,9 +133,7 @@ def test_unequal_streams_go_on_where_they_were_cut(
 
 @given(n=st.integers(2, 9), batch_size=st.integers(1, 6), seed=st.integers(0, 2**40))
 @some
-def test_workers_of_unequal_streams_draw_apart(
-    n: int, batch_size: int, seed: int
-) -> None:
+def test_workers_of_unequal_streams_draw_apart(n, batch_size, seed):
     """What torch, numpy and Python draw differs by worker, place and epoch."""
     make = of_rank([n], Remembering, Case(0, batch_size, workers=2))
     world = single()

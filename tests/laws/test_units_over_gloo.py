@@ -26,9 +26,7 @@ OPS = st.sampled_from([dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX])
 
 
 @given(ranks=RANKS, count=COUNTS, dtype=DTYPES, early=st.booleans())
-def test_a_unit_is_gathered(
-    ranks: int, count: int, dtype: torch.dtype, early: bool
-) -> None:
+def test_a_unit_is_gathered(ranks, count, dtype, early):
     """All ranks' parts are there in order, where this one's lies in the result already."""
 
     def program(world: af.World) -> None:
@@ -49,9 +47,7 @@ def test_a_unit_is_gathered(
 
 
 @given(ranks=RANKS, count=COUNTS, dtype=DTYPES, op=OPS, early=st.booleans())
-def test_gradients_are_reduced(
-    ranks: int, count: int, dtype: torch.dtype, op: Any, early: bool
-) -> None:
+def test_gradients_are_reduced(ranks, count, dtype, op, early):
     """Each rank has the sum of its part, the mean, or what else is asked for."""
 
     def program(world: af.World) -> None:

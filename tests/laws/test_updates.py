@@ -89,9 +89,7 @@ def test_clipping_by_norm(values: list, bound: float, p: float) -> None:
     of=st.lists(st.integers(0, 1), min_size=4, max_size=4),
     named=st.booleans(),
 )
-def test_clipping_by_group(
-    values: list, bound: float, p: float, of: list[int], *, named: bool
-) -> None:
+def test_clipping_by_group(values, bound, p, of, *, named):
     """Each parameter group is clipped as if it were all there is, and told by its name."""
     first = of[0]
     members = [
@@ -199,9 +197,7 @@ def test_the_norm_is_of_the_whole_gradient(run: Run, size: int, p: float) -> Non
     p=NORMS,
     seed=st.integers(0, 99),
 )
-def test_the_norm_is_torchs(
-    lengths: list[int], dtypes: list[torch.dtype], p: float, seed: int
-) -> None:
+def test_the_norm_is_torchs(lengths, dtypes, p, seed):
     """Of few gradients or many, empty ones among them, of one dtype or two: bit by bit."""
     draws = torch.Generator().manual_seed(seed)
     values = [
@@ -252,9 +248,7 @@ def test_ema_closed_form(run: Run, size: int, parts: int, decay: float) -> None:
     size=st.sampled_from([1, 2]),
     rate=RATES,
 )
-def test_the_schedule_follows_updates(
-    does: list[str], parts: int, size: int, rate: Any
-) -> None:
+def test_the_schedule_follows_updates(does, parts, size, rate):
     """The rate is that of the update number: no call, failure or fork moves it."""
     setup = af.chain(af.accumulate(num_micro_batches=parts), DDP)
 
@@ -319,9 +313,7 @@ class Sets:
     between=st.lists(st.sampled_from(["", "copy", "load", "bare"]), max_size=6),
     rate=RATES,
 )
-def test_what_was_set_leaves_nothing(
-    at: frozenset[int], between: list[str], rate: Any
-) -> None:
+def test_what_was_set_leaves_nothing(at, between, rate):
     """A rate that is set for an update holds for it alone, be it a tensor of the optimizer's.
 
     Whether the state is copied, saved and loaded, or the transform taken off, behind it.

@@ -12,9 +12,7 @@ from tests.laws.test_orders import SEEDS, WEIGHTS, chi_square, numbers, order_of
 
 
 @given(weights=WEIGHTS.filter(any), seed=SEEDS, epoch=st.integers(0, 5))
-def test_a_weight_of_zero_is_never_drawn(
-    weights: list[float], seed: int, epoch: int
-) -> None:
+def test_a_weight_of_zero_is_never_drawn(weights, seed, epoch):
     """With replacement an epoch has as many samples as asked for, all of positive weight."""
     order = af.orders.weighted(weights, num_samples=200)
     found = order_of(numbers(len(weights), order), seed, epoch)
@@ -23,9 +21,7 @@ def test_a_weight_of_zero_is_never_drawn(
 
 
 @given(weights=WEIGHTS.filter(any), seed=SEEDS, epoch=st.integers(0, 5), draw=st.data())
-def test_without_replacement_nothing_comes_twice(
-    weights: list[float], seed: int, epoch: int, draw: st.DataObject
-) -> None:
+def test_without_replacement_nothing_comes_twice(weights, seed, epoch, draw):
     """Without replacement all of positive weight come once; fewer are the first of them."""
     possible = [i for i, weight in enumerate(weights) if weight > 0]
     order = af.orders.weighted(weights, replacement=False)

@@ -114,9 +114,7 @@ def num_filled(sizes: list[int], most: int) -> int:
     axes=st.sampled_from(AXES),
     most=st.sampled_from([1, 64, 256, 32 << 20]),
 )
-def test_parts_are_gathered_to_what_was_cut(
-    given: list[Piece], axes: dict[str, int], most: int
-) -> None:
+def test_parts_are_gathered_to_what_was_cut(given, axes, most):
     """The same bits on every rank, and those of torch's own `full_tensor`, by name and in order,
     what is plain as it is. Along each axis it takes a labelled call for so many bytes of one
     dtype, or for a larger tensor, and twice as many at most.
@@ -167,9 +165,7 @@ def test_parts_are_gathered_to_what_was_cut(
     axes=st.sampled_from([each for each in AXES if len(each) > 1 and "tp" in each]),
 )
 @example(shape=(5,), dim=0, dtype=torch.float32, axes={"dp_shard": 3, "tp": 2})
-def test_parts_of_unlike_parts_are_gathered_too(
-    shape: tuple[int, ...], dim: int, dtype: torch.dtype, axes: dict[str, int]
-) -> None:
+def test_parts_of_unlike_parts_are_gathered_too(shape, dim, dtype, axes):
     """A dim of any length that a user has cut twice, as torch's FSDP cuts a layer's parts."""
     whole = Piece(shape, dtype, (None, None)).whole(0)
     cuts = dict.fromkeys(("dp_shard", "tp"), dim % len(shape))

@@ -61,9 +61,7 @@ WORLDS = [  # ranks in all, ranks that have a state, ranks that go on together
 )
 @example(Run(n=24, optimizer="adamw"), "plain", "fsdp", (4, 4, 2), 2)
 @example(Run(n=24, optimizer="adamw"), "dropout", "diloco", (6, 2, 3), 3)
-def test_a_state_that_is_moved_was_saved_and_loaded(
-    run: Run, kind: str, setup: str, sizes: tuple[int, int, int], at: int
-) -> None:
+def test_a_state_that_is_moved_was_saved_and_loaded(run, kind, setup, sizes, at):
     """On more, fewer or as many ranks it is what a load gives them, and goes on so."""
     chosen = af.chain(af.shard_data(), *SETUPS[setup])
     # batch norm needs two samples on every rank
@@ -95,9 +93,7 @@ def test_a_state_that_is_moved_was_saved_and_loaded(
 
 
 @given(layers=st.integers(3, 12), size=st.integers(2, 3), most=st.integers(9, 40))
-def test_small_tensors_are_handed_over_together(
-    layers: int, size: int, most: int
-) -> None:
+def test_small_tensors_are_handed_over_together(layers, size, most):
     """All calls of a rank that gives but the last have as many bytes as go together."""
 
     def fn(world: af.World) -> None:

@@ -183,9 +183,7 @@ def test_a_period_goes_on_with_other_workers(
     updates=st.integers(0, 4),
     to=st.sampled_from(["together", "workers", "ranks", "parts"]),
 )
-def test_workers_form_when_ranks_agree(
-    run: Run, apart: Apart, every: Any, updates: int, to: str
-) -> None:
+def test_workers_form_when_ranks_agree(run, apart, every, updates, to):
     """And part at any time: into ranks alone, or into parts of a model that is split."""
     run = attrs.evolve(run, behind=())
     micro = af.accumulate(num_micro_batches=run.micro)

@@ -169,9 +169,7 @@ def test_hooks_of_all_optimizers_see_updates():
 
 
 @given(size=st.sampled_from([2, 3]), reduces=st.sampled_from(["mean", "total"]))
-def test_gradients_of_a_rank_stay_when_they_are_added_up(
-    size: int, reduces: str
-) -> None:
+def test_gradients_of_a_rank_stay_when_they_are_added_up(size, reduces):
     """`sync_grads` gives others; a rank's own are read beside them, as for the noise scale."""
 
     def loss(model: nn.Module, batch: torch.Tensor) -> Any:
@@ -680,9 +678,7 @@ def test_a_schedule_that_raises_behind_its_zeros_has_ended(last):
     cut=st.integers(1, 3),
     own=st.integers(1, 4),
 )
-def test_names_in_an_optimizers_file_are_believed(
-    order: list[str], cut: int, own: int
-) -> None:
+def test_names_in_an_optimizers_file_are_believed(order, cut, own):
     """Whatever groups it has, and in whatever order: positions count where no names are."""
     params = {name: nn.Parameter(torch.zeros(2)) for name in order}
     named = list(params.items())
@@ -719,9 +715,7 @@ def test_whom_a_part_of_a_world_waits_for_is_told_by_the_world():
 
 
 @given(drawn=st.integers(1, 12), replacement=st.booleans())
-def test_costs_are_of_the_dataset_whatever_an_order_takes_of_it(
-    drawn: int, *, replacement: bool
-) -> None:
+def test_costs_are_of_the_dataset_whatever_an_order_takes_of_it(drawn, *, replacement):
     """A budget looks up each sample's, be as many drawn as there are, fewer or more."""
     num = min(drawn, 6) if not replacement else drawn
     order = af.orders.weighted([1.0] * 6, num_samples=num, replacement=replacement)

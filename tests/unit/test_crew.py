@@ -81,9 +81,7 @@ def running(directory: Path) -> Iterator[tuple[Agent, Any, list[str]]]:
         st.tuples(st.integers(1, SIZE - 1), st.booleans()), max_size=2 * SIZE
     )
 )
-def test_torch_is_not_asked_of_ranks_that_others_do_without(
-    kills: list[tuple[int, bool]],
-) -> None:
+def test_torch_is_not_asked_of_ranks_that_others_do_without(kills):
     """Whenever they are killed: it would end all. A newcomer is not started again."""
     deaths = dict.fromkeys(range(SIZE), 0)
     to_kill: list[int] = []

@@ -495,9 +495,7 @@ def test_what_is_not_imported_is_its_own(tmp_path):
 
 
 @given(order=st.permutations(range(4)))
-def test_an_optimizer_that_names_its_parameters_may_have_them_in_any_order(
-    order: list[int],
-) -> None:
+def test_an_optimizer_that_names_its_parameters_may_have_them_in_any_order(order):
     """Each gets what its own name had, though all are of one shape."""
 
     def net() -> nn.Module:

@@ -39,9 +39,7 @@ ENDS = ["true"]
 @given(
     costs=st.lists(st.integers(0, 9), min_size=1, max_size=30), limit=st.integers(9, 30)
 )
-def test_a_batch_has_a_sample_though_it_costs_nothing(
-    costs: list[int], limit: int
-) -> None:
+def test_a_batch_has_a_sample_though_it_costs_nothing(costs, limit):
     """As many as fit, the longest counted for each, and at least one."""
     fitting = token_budget(costs, limit=limit)._count_fitting(np.array(costs))
     fits = [max(costs[:n]) * n <= limit for n in range(1, len(costs) + 1)]
@@ -83,9 +81,7 @@ def test_a_process_that_is_dead_holds_no_lock():
 
 
 @given(job=st.integers(1, 10**6), step=st.integers(0, 20), other=st.integers(0, 20))
-def test_steps_of_jobs_that_follow_one_another_have_other_ports(
-    job: int, step: int, other: int
-) -> None:
+def test_steps_of_jobs_that_follow_one_another_have_other_ports(job, step, other):
     """Else two programs of one machine meet at one address."""
 
     def port(job: int, step: int) -> int:

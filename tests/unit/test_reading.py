@@ -21,9 +21,7 @@ from tests.internals import files
     size=st.integers(0, 60),
     missing=st.integers(0, 3),
 )
-def test_threads_read_what_one_would(
-    block: int, threads: int, before: int, size: int, missing: int
-) -> None:
+def test_threads_read_what_one_would(block, threads, before, size, missing):
     """Whatever the block and the place; what the file lacks is an error, whoever finds it."""
     values = bytes(at % 251 for at in range(before + size))
     buffer = bytearray(size)
