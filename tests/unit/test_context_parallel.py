@@ -366,13 +366,6 @@ def test_it_stands_beside_neither(other):
         af.chain(af.context_parallel(), other)
 
 
-@pytest.mark.parametrize("dim", [0, -1, 1.5, "1"])
-def test_dims_that_are_none_are_refused(dim):
-    """Dim 0 is the samples."""
-    with pytest.raises(af.errors.ArgumentError, match=r"context_parallel\(seq_dim="):
-        af.context_parallel(seq_dim=dim)
-
-
 def test_ranks_of_one_sample_are_not_split_between():
     """A sample's ranks would get parts of one another's; the axis itself can be meant."""
 

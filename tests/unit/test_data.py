@@ -145,14 +145,6 @@ def test_array_of_text():
 
 
 ARGUMENTS = {
-    "global_batch_size 0": {"global_batch_size": 0},
-    "global_batch_size -4": {"global_batch_size": -4},
-    "global_batch_size 4.0": {"global_batch_size": 4.0},
-    "global_batch_size '4'": {"global_batch_size": "4"},
-    "global_batch_size True": {"global_batch_size": True},
-    "global_batch_size nan": {"global_batch_size": math.nan},
-    "num_workers -1": {"num_workers": -1},
-    "num_workers 1.5": {"num_workers": 1.5},
     "remainder wrap": {"remainder": "wrap"},
     "remainder None": {"remainder": None},
     "collate 42": {"collate": 42},

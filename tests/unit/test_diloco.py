@@ -31,12 +31,10 @@ def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 REFUSED = {
-    "no period": (lambda: af.diloco(sync_every=0), "integer, 1 or more"),
     "a made optimizer": (
         lambda: af.diloco(sync_every=2, outer=SGD([nn.Parameter(torch.ones(1))])),
         "expected a function that makes a torch optimizer",
     ),
-    "no fragment": (lambda: af.diloco(sync_every=2, fragments=0), "1 or more"),
     "more fragments than updates": (
         lambda: af.diloco(sync_every=2, fragments=3),
         "Use at most 2 fragments",

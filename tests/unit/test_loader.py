@@ -220,14 +220,6 @@ REFUSED = {
         {},
         'global_batch_size=11, remainder="drop".*10 samples',
     ),
-    **{
-        f"num_ranks={each!r}": (
-            lambda: DataLoader(X),
-            {"num_ranks": each},
-            rf"num_ranks={each!r}\): expected a number of ranks: an integer, 1 or more",
-        )
-        for each in (0, -1, "2", 1.5, True)
-    },
 }
 
 

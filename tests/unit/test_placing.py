@@ -42,23 +42,6 @@ def test_a_plan_is_a_table(tmp_path):
     assert moved != plan == moved.moved("embed", "cpu").moved("blocks.1", "cpu")
 
 
-@pytest.mark.parametrize("budget", [210, 400])
-def test_the_disk_comes_last(budget, tmp_path):
-    """Whichever budget is named first, memory is filled before the disk."""
-    plan = af.plan_devices(Net(), {"cpu": budget, "disk": tmp_path})
-    turned = af.plan_devices(Net(), {"disk": tmp_path, "cpu": budget})
-    assert str(turned) == str(plan)
-    assert plan.units[0].device == "cpu"
-
-
-def test_a_block_is_no_part_of_another_whose_number_it_begins_with(tmp_path):
-    """Of blocks 1 and 10 one is there at a time, so the budget of one is enough."""
-    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(12))
-    plan = af.plan_devices(model, {"cpu": 80, "disk": tmp_path})
-    assert {unit.device for unit in plan.units} == {"disk"}
-    assert plan.needed("cpu") == 80
-
-
 @pytest.mark.parametrize(
     ("budgets", "said"),
     [
@@ -160,47 +143,6 @@ def test_a_placed_model_is_for_its_forward_alone(tmp_path):
         assert not model(ids).requires_grad
     assert net(ids).requires_grad
     af.TrainState.create(model=net, optimizer=torch.optim.SGD)
-
-
-class Stops(nn.Module):
-    """Something that fails when it is told to."""
-
-    fails = False
-
-    def forward(self, x):
-        if self.fails:
-            raise ValueError("stop")
-        return x
-
-
-@pytest.mark.parametrize("has_values", [True, False])
-def test_a_forward_that_fails_leaves_nothing_behind(has_values, tmp_path):
-    """Whatever ended it, parameters are where they were before, and the next forward is right."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 5), Stops()))
-    expected = {n: t.clone() for n, t in model.state_dict().items()}
-    save_file(expected, tmp_path / "model.safetensors")
-    plan = af.plan_devices(model, {"cpu": 400, "disk": tmp_path})
-    for unit in plan.units:
-        plan = plan.moved(unit.names[0], "disk")
-    x, weights = torch.ones(2, 3), None if has_values else tmp_path
-    with torch.no_grad():
-        whole = model(x)
-    if not has_values:
-        model = model.to("meta")
-    with af.on_devices(model, plan, weights=weights):
-        before = [param.data_ptr() for param in model.parameters()]
-        for fails in (False, True, True, False):
-            model[1][1].fails = fails
-            if fails:
-                with pytest.raises(ValueError, match="stop"):
-                    model(x)
-            else:
-                assert torch.equal(whole, model(x))
-            assert [param.data_ptr() for param in model.parameters()] == before
-    if has_values:
-        assert all(torch.equal(expected[n], t) for n, t in model.state_dict().items())
-    assert all(param.is_meta != has_values for param in model.parameters())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 @pytest.mark.parametrize("call", ["plan_devices", "on_devices"])

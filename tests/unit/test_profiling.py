@@ -11,7 +11,6 @@ import torch
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.internals import is_profiled
 from tests.states import linear_state
 
 ALONE = af.World.single()
@@ -70,14 +69,6 @@ def test_a_folder_that_cannot_be_made_is_said_before_the_steps(tmp_path):
         af.profile(tmp_path / "taken", af.World.single()),
     ):
         pytest.fail("the block was entered")
-
-
-def test_a_profile_changes_nothing(tmp_path):
-    """The parameters are bitwise those without it, and no profiler runs afterwards."""
-    _, seen = profiled(tmp_path)
-    _, again = profiled(tmp_path, wait=4, active=1)
-    assert not is_profiled()
-    assert all(torch.equal(seen[name], again[name]) for name in seen)
 
 
 OPTIONS = [

@@ -251,19 +251,12 @@ def test_join_starts_each_again(lengths):
 
 
 BAD = {
-    "linear 0": lambda: schedules.linear(0),
-    "linear negative": lambda: schedules.linear(-1),
-    "linear float": lambda: schedules.linear(1.5),
-    "linear bool": lambda: schedules.linear(num_updates=True),
     "linear nan": lambda: schedules.linear(3, start=math.nan),
     "linear inf": lambda: schedules.linear(3, end=math.inf),
     "constant negative": lambda: schedules.constant(-0.1),
     "constant text": lambda: schedules.constant("1"),
-    "cosine 0": lambda: schedules.warmup_cosine(0, 0),
-    "cosine negative": lambda: schedules.warmup_cosine(-1, 3),
     "cosine all warm-up": lambda: schedules.warmup_cosine(3, 3),
     "cosine end": lambda: schedules.warmup_cosine(1, 3, end=-1.0),
-    "one_cycle 1": lambda: schedules.one_cycle(1),
     "one_cycle peak 0": lambda: schedules.one_cycle(5, peak_at=0),
     "one_cycle peak 1": lambda: schedules.one_cycle(5, peak_at=1.0),
     "join nothing": schedules.join,
