@@ -10,8 +10,6 @@ import torch
 import accelfn as af
 from tests.states import linear_state
 
-torch.set_num_threads(1)
-
 X = torch.arange(22.0).reshape(11, 2)
 
 

@@ -31,8 +31,6 @@ from accelfn.testing import simulate
 from tests.internals import background, codec, files, manifest
 from tests.states import bits, values
 
-torch.set_num_threads(1)
-
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 
 

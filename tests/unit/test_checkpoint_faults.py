@@ -39,8 +39,6 @@ from tests.internals import (
 )
 from tests.states import bits, values
 
-torch.set_num_threads(1)
-
 FILE, MANIFEST = "rank-00000.safetensors", "manifest.json"
 
 

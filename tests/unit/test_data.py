@@ -25,8 +25,6 @@ import accelfn as af
 from accelfn.testing import simulate
 from tests.states import linear_state
 
-torch.set_num_threads(1)
-
 X = torch.arange(20.0).reshape(10, 2)
 Y = torch.arange(10)
 

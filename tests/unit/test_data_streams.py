@@ -18,8 +18,6 @@ from tests.internals import stream
 from tests.laws.reading import Remembering
 from tests.states import linear_state
 
-torch.set_num_threads(1)
-
 
 class Plain(IterableDataset):
     """So many samples, and no state."""

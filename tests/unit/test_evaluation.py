@@ -16,8 +16,6 @@ import accelfn as af
 from accelfn.testing import simulate
 from tests.states import bits, values
 
-torch.set_num_threads(1)
-
 X = torch.linspace(-1, 1, 33).reshape(11, 3)
 Y = torch.arange(11) % 2
 

@@ -13,8 +13,6 @@ from torch import nn
 
 import accelfn as af
 
-torch.set_num_threads(1)
-
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 STEP = af.make_step(lambda model, batch: model(batch).square().mean())
 WAYS = {

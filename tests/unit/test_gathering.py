@@ -8,8 +8,6 @@ import accelfn as af
 from accelfn.testing import simulate
 from tests.states import linear_state
 
-torch.set_num_threads(1)
-
 X = torch.arange(7.0).reshape(7, 1)
 
 

@@ -24,8 +24,6 @@ from accelfn.testing import simulate
 from tests.internals import order_of_sampler, read_sampler
 from tests.states import linear_state
 
-torch.set_num_threads(1)
-
 X = torch.arange(10.0).reshape(10, 1)
 
 

@@ -2,14 +2,11 @@
 """`lockstep`: ranks that run out, in each of the three ways; what is refused."""
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing import simulate
-
-torch.set_num_threads(1)
 
 LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=4)
 

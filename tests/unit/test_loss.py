@@ -13,8 +13,6 @@ import accelfn as af
 from accelfn.testing import simulate
 from tests.states import linear_state
 
-torch.set_num_threads(1)
-
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 
 

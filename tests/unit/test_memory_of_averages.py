@@ -13,7 +13,6 @@ import accelfn as af
 from accelfn.testing import simulate
 from tests.internals import average_
 
-torch.set_num_threads(1)
 MIB = 1 << 20
 SGD = partial(torch.optim.SGD, lr=0.01)
 

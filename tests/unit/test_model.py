@@ -14,8 +14,6 @@ from accelfn.testing import simulate
 from tests.internals import materialize
 from tests.states import bits
 
-torch.set_num_threads(1)
-
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 SGD = partial(torch.optim.SGD, lr=0.1)
 

@@ -15,8 +15,6 @@ import accelfn as af
 from tests.internals import Plan, plan
 from tests.states import linear_state
 
-torch.set_num_threads(1)
-
 X = torch.arange(10)
 ONES = [1] * 10
 

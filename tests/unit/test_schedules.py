@@ -275,9 +275,8 @@ BAD = {
 def test_bad_arguments(case):
     """A count below its least, or a factor that is none, is refused with its value."""
     name = case.split(maxsplit=1)[0].replace("cosine", "warmup_cosine")
-    with pytest.raises(af.errors.ArgumentError, match=rf"schedules\.{name}") as caught:
+    with pytest.raises(af.errors.ArgumentError, match=rf"schedules\.{name}"):
         BAD[case]()
-    assert isinstance(caught.value, ValueError)
 
 
 def make(schedule):

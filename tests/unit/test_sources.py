@@ -30,8 +30,6 @@ from accelfn.testing import simulate
 from tests.internals import tree_map
 from tests.states import bits, linear_state
 
-torch.set_num_threads(1)
-
 X = torch.arange(20.0).reshape(10, 2)
 TEXTS = [str(index) for index in range(10)]
 ROWS = {"x": list(range(10)), "text": TEXTS}

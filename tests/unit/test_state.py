@@ -12,8 +12,6 @@ import accelfn as af
 from accelfn.testing import simulate
 from tests.states import bits, values
 
-torch.set_num_threads(1)
-
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 
 
@@ -264,9 +262,8 @@ def test_optimizer_that_nobody_knows_may_have_changed_the_state():
 )
 def test_bad_arguments(options, words):
     """An argument that can have no meaning is refused by name and value."""
-    with pytest.raises(af.errors.ArgumentError, match=words) as caught:
+    with pytest.raises(af.errors.ArgumentError, match=words):
         make(**options)
-    assert isinstance(caught.value, ValueError)
 
 
 def test_seeds_of_any_size():
@@ -289,9 +286,8 @@ def test_with_slot_of_a_transform():
     """A transform's own slot cannot be set; the name is said."""
     with pytest.raises(
         af.errors.StateError, match=r"with_slot\('ema', .*belongs to the transform"
-    ) as caught:
+    ):
         make().with_slot("ema", 3)
-    assert isinstance(caught.value, ValueError)
 
 
 @pytest.mark.parametrize("name", [3, None])

@@ -18,8 +18,6 @@ import accelfn as af
 from tests.breaking import Refuses
 from tests.states import values
 
-torch.set_num_threads(1)
-
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 
 
@@ -342,11 +340,10 @@ def test_unreduced_gradients():
     _, grads = af.value_and_grad(loss)(state, X)
     assert not grads.reduced
     words = r"not reduced over the 2 ranks.*wrap_ddp.*sync_grads"
-    with pytest.raises(af.errors.GradsError, match=words) as caught:
+    with pytest.raises(af.errors.GradsError, match=words):
         af.apply_grads(state, grads)
     with pytest.raises(af.errors.GradsError, match=words):
         STEP(state, X)
-    assert isinstance(caught.value, ValueError)
     assert before == values(state)
 
 

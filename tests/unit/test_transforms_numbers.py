@@ -10,8 +10,6 @@ from torch import nn
 import accelfn as af
 from tests.states import bits
 
-torch.set_num_threads(1)
-
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 SGD = partial(torch.optim.SGD, lr=1.0)
 

@@ -68,7 +68,6 @@ def test_bad_options(case):
         af.errors.ArgumentError, match=rf"af\.{case.split()[0]}\("
     ) as caught:
         BAD[case]()
-    assert isinstance(caught.value, ValueError)
     assert "expected" in str(caught.value)
 
 

@@ -13,8 +13,6 @@ from accelfn.testing import simulate
 from tests.internals import tree
 from tests.states import linear_state
 
-torch.set_num_threads(1)
-
 Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024 - a plain one is what is tested
 X, Y = torch.linspace(-1, 1, 12).reshape(4, 3), torch.linspace(0, 1, 4)
 

@@ -14,8 +14,6 @@ import accelfn as af
 from accelfn.testing import simulate
 from tests.states import bits
 
-torch.set_num_threads(1)
-
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 
 

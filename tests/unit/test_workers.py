@@ -21,7 +21,6 @@ from tests.internals import loaders
 from tests.states import linear_state
 from tests.waiting import is_gone, wait_until
 
-torch.set_num_threads(1)
 # torch looks for the cause of a death by opening a file, where SIGCHLD's handler may raise
 pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
