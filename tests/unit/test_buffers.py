@@ -52,40 +52,6 @@ def begun(forward_of: Pass, *setup: object, size: int = 3) -> af.TrainState:
     )
 
 
-def by_data(model: nn.Module) -> None:
-    model.table.data.mul_(0.5)
-
-
-def by_a_new_tensor(model: nn.Module) -> None:
-    model.table.data = model.table.data * 0.5
-
-
-@pytest.mark.parametrize("write", [by_data, by_a_new_tensor])
-@pytest.mark.parametrize("size", [3, 70_000])
-@pytest.mark.parametrize("first", [loss_fn, still])
-def test_a_write_without_a_version(write, size, first):
-    """It is in the next state, and value_and_grad leaves the given one as it is."""
-    state, x = begun(write, size=size), torch.ones(3, 2)
-    state, _ = af.make_step(first)(state, x)
-    before = 0.5 if first is loss_fn else 1.0
-    assert state.buffers["0.table"].unique().tolist() == [before]
-    _, grads = af.value_and_grad(loss_fn)(state, x)
-    assert state.buffers["0.table"].unique().tolist() == [before]
-    state = af.apply_grads(state, grads)
-    assert state.buffers["0.table"].unique().tolist() == [before / 2]
-
-
-def test_many_channels():
-    """The statistics of a wide batch normalisation are torch's."""
-    wide, x = functools.partial(nn.BatchNorm1d, 70_000), torch.randn(3, 70_000)
-    expected = wide()
-    expected(x)
-    state = af.TrainState.create(model=wide, optimizer=SGD)
-    state, _ = af.make_step(still)(state, x)
-    state, _ = af.make_step(loss_fn)(state, x)
-    assert torch.equal(state.buffers["running_var"], expected.running_var)
-
-
 REFUSED: dict[str, tuple[Pass, str]] = {
     "set": (lambda m: setattr(m, "none", torch.ones(())), "'0.none' was None, and was"),
     "unset": (lambda m: setattr(m, "count", None), "'0.count' was set to None"),

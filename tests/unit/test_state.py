@@ -332,15 +332,6 @@ def test_with_params_of_another_model(case):
         state.with_params(wrong)
 
 
-def test_fields_cannot_be_set():
-    """Neither fields nor the mappings of a state can be written."""
-    state = make()
-    with pytest.raises(AttributeError):
-        state.step = 3
-    with pytest.raises(TypeError):
-        state.params["0.bias"] = X
-
-
 class Box:
     """An object of the user's, in a slot."""
 

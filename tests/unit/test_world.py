@@ -336,12 +336,6 @@ def test_group_is_a_process_group():
         af.World(group="gloo")
 
 
-def test_world_is_frozen():
-    """A world is a value: no field of it can be set."""
-    with pytest.raises(AttributeError):
-        af.World().rank = 1
-
-
 def test_a_rank_that_is_never_joined_closes_the_world(env, monkeypatch):
     """Who was joined waits until all are; if one never is, its name is told and nothing stays."""
     env(RANK=0, WORLD_SIZE=2, **rendezvous())
