@@ -119,10 +119,7 @@ def both_views(state: af.TrainState) -> Found:
 def gone_on(
     run: Run, two: tuple[Apart, Apart], every: Any, updates: tuple[int, int]
 ) -> tuple[list[Found], list[Found]]:
-    """Return what whole models by hand, and what the ranks, have after a load between two.
-
-    By hand, whole models are averaged by as many ranks as there had not been.
-    """
+    """Return what whole models by hand, and what the ranks, have after a load between two."""
     first, second = two
     between = [] if first.same(second) else [Apart(first.copies + 1, 1)]
     by_hand = [Apart(first.copies, 1), *between, Apart(second.copies, 1)]

@@ -53,10 +53,7 @@ def train(batch_size: int, world: af.World, full: bool, place: str) -> af.TrainS
     schedule=st.lists(st.integers(0, 2), max_size=9),
 )
 def test_the_largest_that_fits_on_all_ranks_is_found(fits, start, place, schedule):
-    """It is the largest start/2^k, and trains as if it had been known; else all say so.
-
-    The connections of a try in vain are closed, on the ranks where it fits, too.
-    """
+    """It is the largest start/2^k, and trains as if known; tries in vain leave no connection."""
     tried: list[list[int]] = [[] for _ in fits]
 
     def search(world: af.World) -> tuple[int, dict[str, torch.Tensor]]:

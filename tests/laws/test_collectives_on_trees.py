@@ -141,10 +141,7 @@ def test_a_tree_of_a_dtype_is_one_collective(shapes, size):
 
 @given(size=sizes, flags=st.lists(st.booleans(), min_size=4, max_size=4))
 def test_booleans_are_counted_and_combined(size: int, flags: list[bool]) -> None:
-    """A sum counts them; the greatest is "any", the least is "all"; flags agree with them.
-
-    A count is an integer; whatever else booleans make is a boolean.
-    """
+    """A sum is an integer count; the greatest is "any", the least is "all", as flags have it."""
     mine = flags[:size]
 
     def fn(world: af.World) -> tuple[Any, ...]:

@@ -87,11 +87,7 @@ def looked_at(state: af.TrainState) -> Found:
 def test_a_worker_compresses_as_a_world_of_its_own(
     run, apart, method, every, updates, cut, bad
 ):
-    """Bit by bit, with what PowerSGD leaves out on each rank, over averages, skips and cuts.
-
-    The world of its own is stopped by hand where workers meet, and given their average; it
-    does not see the update that another worker's gradient skips.
-    """
+    """Bit by bit, with what PowerSGD leaves out on each rank, over averages, skips and cuts."""
     local = af.local_sgd(sync_every=every)
     behind = () if bad is None else (af.skip_nonfinite(),)
     axis = apart.engine.within

@@ -187,10 +187,7 @@ def same(one: Found, two: Found) -> bool:
     | st.tuples(st.integers(0, 1), st.sampled_from(SEAMS)),
 )
 def test_an_interrupt_comes_before_an_update_or_after_it(setup, call, updates, at):
-    """B3: wherever Ctrl-C comes, the caller has the state before or the one after, bitwise.
-
-    And it does come, once, as soon as the update is over; the handler is the caller's again.
-    """
+    """B3: Ctrl-C comes once, and the caller has the state before or the one after, bitwise."""
     update, first = updating(setup, call), updating(setup, "step")
     state = created(setup)
     for _ in range(updates):
@@ -314,10 +311,7 @@ def test_the_handler_in_place_is_asked(part: float, presses: int) -> None:
     ends=st.booleans(),
 )
 def test_an_old_state_knows_the_newest(setup, held, updates, ends):
-    """B3: of all that came of a state, salvage finds the newest, and nothing else is kept.
-
-    With the last of those who can name it, it is gone, without a collector of garbage.
-    """
+    """B3: of all that came of a state, salvage finds the newest, and keeps nothing else alive."""
     update, end = updating(setup, "step"), updating(setup, "finalize")
     state = created(setup)
     seen, old = [weakref.ref(state)], [state][: 0 in held]

@@ -337,10 +337,7 @@ def test_other_ranks_go_on(
     rows=st.integers(1, 90),
 )
 def test_its_bytes_are_these(size, chosen, bits, rows):
-    """A period sends each number once, in its bits, and a few bytes for weights and scales.
-
-    No message has more numbers than a buffer has room for, unless it flies.
-    """
+    """A period sends each number once, in its bits, with few bytes more, and in buffers."""
     whole = bits == 32 and not chosen["delay"]
     chosen = {**chosen, "bucket_cap_mb": chosen["bucket_cap_mb"] if whole else 25}
     updates = 2 * chosen["sync_every"]

@@ -117,10 +117,7 @@ def test_every_crash_leaves_what_was_saved(async_: bool, joint: bool) -> None:
 
 @by_way
 def test_every_error_is_told_or_harmless(async_: bool, joint: bool) -> None:
-    """At each act of a save, an error leaves it there whole, or not there and said to fail.
-
-    What fails may be tried again at once.
-    """
+    """An error at any act leaves the save whole, or absent and said to fail; it can be repeated."""
     told = 0
     with lent() as real:
         for at in range(200):

@@ -154,10 +154,7 @@ def test_full_params_are_copies_on_every_rank(size, kind, setup, at):
     exactly=st.none() | st.integers(0, 9),
 )
 def test_files_hold_what_they_may(kind: str, limit: int, exactly: int | None) -> None:
-    """No file is larger than it may be, but one of one tensor; each tensor is in one.
-
-    Nor has one room for the first tensor of the next, though it be filled to the last byte.
-    """
+    """No file is larger than allowed, unless it has one tensor; none has room for the next."""
     state = trained(kind, af.World.single(device="cpu"))
     order = af.snapshot_model(state, at="eval").state_dict()
     if exactly is not None:  # as much as the first tensors together

@@ -200,10 +200,7 @@ def test_what_ranks_saved_in_parts_goes_on(
 
 @given(kind=kinds, cut=cuts, safe=st.booleans(), every=st.booleans())
 def test_what_accelerate_saved_goes_on(kind, cut, safe, every):
-    """A folder of `save_state`, whose optimizer goes by position: bitwise.
-
-    Its optimizer may have all parameters, the frozen ones too.
-    """
+    """A folder of `save_state` is bitwise, though its optimizer has frozen parameters."""
     with tempfile.TemporaryDirectory() as folder, accelerating() as accelerator:
         model = seeded(0)
         given_ = [p for p in model.parameters() if every or p.requires_grad]

@@ -252,10 +252,7 @@ def test_an_optimizer_that_couples_parameters_is_refused(rate: float) -> None:
     failed=st.sampled_from([None, "batch", "loss", "extras"]),
 )
 def test_gradients_by_themselves_are_refused(run, size, failed):
-    """There is nothing that value_and_grad could return, so it says what to call.
-
-    So it does after a step that raised before its backward pass, which leaves no plan.
-    """
+    """value_and_grad says what to call instead, also after a step that raised."""
 
     def loss_fn(model: nn.Module, batch: object, *extras: object) -> object:
         found = LOSSES[run.loss](model, batch)

@@ -147,11 +147,7 @@ def in_backward(optimizer: str) -> Case:
 @example(half("decay", 2), 0.2)  # it has not, and an update before has
 @example(half("adamw", 1), 0.03)  # it has, of what the update before has made
 def test_a_step_that_raises_leaves_a_state_or_none(case: Case, part: float) -> None:
-    """Wherever it raises, the state is as it was, bitwise, and goes on so; or is refused.
-
-    With torch's optimizers it is refused only if something has changed; what is refused
-    cannot be salvaged.
-    """
+    """The state is as it was, bitwise, and goes on so; or it raises, and cannot be salvaged."""
     at = int(part * case.num_operations())
     state, step = case.ready()
     before, held = (

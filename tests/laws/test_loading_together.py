@@ -50,9 +50,7 @@ def damaged(copy: Path, what: str) -> None:
 def test_a_file_that_one_rank_cannot_read_is_told_to_all(
     run, one, other, frozen, what, in_part, place
 ):
-    """Each rank reads a copy of its own, and one of them is damaged: where the model is split
-    all ranks raise the same error, which names the place, and else that rank alone; none waits.
-    """
+    """If the model is split all ranks raise the same error, else the rank alone; none waits."""
     bad = place % other.size
     load: Any = partial(af.load_part, only=FIELDS) if in_part else af.load
     with tempfile.TemporaryDirectory() as folder:

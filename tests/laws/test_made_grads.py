@@ -59,10 +59,7 @@ def by_hand(state: af.TrainState, rows: torch.Tensor) -> dict[str, torch.Tensor]
 def test_gradients_made_by_hand_train_as_those_of_a_loss(
     engine, shares, *, as_tensor, into
 ):
-    """They are averaged over ranks and micro-batches by their weight.
-
-    A rank without samples has the gradient of a mean of nothing, NaN, with a weight of 0.
-    """
+    """They are averaged by weight; a rank without samples has a gradient of NaN and weight 0."""
 
     def train(world: af.World) -> dict[str, torch.Tensor]:
         state = create(world, ENGINES[engine])

@@ -48,9 +48,7 @@ pieces = st.lists(
     wrong=st.lists(st.tuples(st.integers(0, 99), st.sampled_from([nan, nan, -inf]))),
 )
 def test_the_norm_of_parts_is_that_of_the_whole(given, axes, wrong):
-    """On every rank, of parts along any axes and whole tensors beside them; and it is finite
-    if all of them are, on whichever rank one is not.
-    """
+    """On every rank, of parts along any axes and whole tensors; finite if all of them are."""
     count = sum(prod(each.shape) for each in given)
     flat = torch.arange(count, dtype=torch.float64) % 7 - 3
     for place, value in wrong if count else ():

@@ -160,9 +160,7 @@ some = names.filter(lambda found: 0 < len(found) < 4)
 
 @given(one=some, other=some, make=st.sampled_from(["momentum", "adamw"]))
 def test_parts_take_no_other_parts_state(one, other, make):
-    """A checkpoint of a partition is refused by one whose parts have other parameters, be they
-    as many and of one kind.
-    """
+    """A partition refuses a checkpoint of one whose parts have other parameters."""
     run = Run(optimizer=make)
 
     def parts(mine: frozenset[str]) -> af.combine_optimizers:

@@ -252,10 +252,7 @@ def away(model, plan, folder):
 
 @given(number=st.just(12) | st.integers(1, 13), budget=st.integers(1, 13))
 def test_the_order_of_units_is_filled(number, budget):
-    """Devices are filled in the order of the units, which the largest of the rest follows.
-
-    Of more than ten blocks, those whose numbers begin with a 1 are no parts of block 1.
-    """
+    """Devices are filled in the order of the units; block 10 is no part of block 1."""
     model = nn.ModuleDict(
         {"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(number))}
     )

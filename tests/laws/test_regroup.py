@@ -57,10 +57,7 @@ def trainings(draw: st.DrawFn, setups: Mapping[str, Any], optimizer: str) -> Tra
 )
 @example(Training(setup=af.local_sgd(sync_every=4), every=4, updates=12), 3, 1, 6, [])
 def test_the_rest_go_on_from_the_last_average(training, size, gone, step, schedule):
-    """What they train is what fewer ranks do from the checkpoint that all saved there.
-
-    They are numbered anew, on their machine too: a first one is there to do what one does.
-    """
+    """Ranks that are left train, numbered anew, what fewer do from a checkpoint saved there."""
     gone %= size
     numbered: dict[int, list[tuple[int, int]]] = {}
 

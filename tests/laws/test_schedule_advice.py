@@ -115,10 +115,7 @@ def ends_at(end: int, update: int) -> float:
 
 @given(end=st.integers(1, 30), by=st.sampled_from(["own", "torch", "both", "one"]))
 def test_a_schedule_that_ends_before_the_run(end: int, by: str) -> None:
-    """A10: updates at a rate of 0, after it was not, are told once: ten of them, or a tenth.
-
-    Of groups with rates of their own, all must have come to 0.
-    """
+    """A10: ten updates, or a tenth, at a rate of 0 in all groups are told once."""
     line = partial(ends_at, end)
     linear = partial(
         lr_scheduler.LinearLR, start_factor=1, end_factor=0, total_iters=end

@@ -109,10 +109,7 @@ def seen_by(
     name: str,
     beside: Sequence[Any],
 ) -> Drawn:
-    """Take three updates, the second of which is skipped; return what each field drew.
-
-    Every tensor that the state keeps can be trained with, whatever mode the caller is in.
-    """
+    """Take three updates, the second of which is skipped; return what each field drew."""
     seen: Drawn = {}
     step = af.make_step(lambda net, batch: net(batch).square().mean())
     noting = Noting(seen=seen)
@@ -231,10 +228,7 @@ class Noisy:
     starts=st.none() | st.integers(0, 3),
 )
 def test_what_is_loaded_draws_by_its_own_seed(size, seeds, steps, starts):
-    """A6: loaded into a state that has drawn by another seed, a run draws as it would have.
-
-    So do transforms, losses and the first factors of PowerSGD, if it starts at all.
-    """
+    """A6: loaded into a state that has drawn by another seed, a run draws as it would have."""
     step = af.make_step(lambda model, x: model(x * torch.rand(())).square().mean())
     sends = starts is not None and af.compress_grads(
         "powersgd", start_powerSGD_iter=starts, min_compression_rate=0

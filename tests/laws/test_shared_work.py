@@ -90,11 +90,7 @@ WAYS = ("batches", "plain", "own plain", "lockstep", "first batches")
     has_data=st.booleans(),
 )
 def test_values_that_are_not_cut_are_told(size, by, way, *, has_data):
-    """A4: values that are no batches of the state's data are told, once, on any ranks.
-
-    Without data they are told if all ranks have the same under `shard_data`, and are let be
-    if each has its own. So are values between batches.
-    """
+    """A4: values that are no batches of the state's data are told once, if ranks share them."""
     has_data = has_data or way in ("batches", "first batches")
 
     def rank(world: af.World) -> None:

@@ -18,10 +18,7 @@ SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple)
 
 @st.composite
 def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Slice]:
-    """Draw how ranks hold a tensor: cut along any dims, one after the other.
-
-    As a mesh of several axes does it; with one axis each rank has one even part.
-    """
+    """Draw how ranks hold a tensor: cut along any dims, one after the other, as a mesh does."""
     boxes = [Slice.whole(shape)]
     for dim in draw(st.permutations(range(len(shape))))[: draw(st.integers(1, 3))]:
         world = draw(st.integers(1, 7))

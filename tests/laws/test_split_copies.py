@@ -37,10 +37,7 @@ from tests.strategies import differences, tensors
     lone=st.booleans(),
 )
 def test_a_copy_is_a_rank_alone(run, apart, every, updates, dtype, bad, lone):
-    """Parameters, optimizer state, averages and what is evaluated are those of whole models.
-
-    What is not finite in one copy skips that update in all.
-    """
+    """A copy trains as a rank with a whole model; what is not finite in one skips all."""
     skip = () if bad is None else (af.skip_nonfinite(),)
     run = attrs.evolve(run, dtype=dtype, behind=(*run.behind, *skip))
     whole = Apart(apart.copies, 1)

@@ -95,10 +95,7 @@ def run(call: str, seed: int, inside: Inside = lambda: None) -> Result:
 
 @given(first=calls, second=calls, seeds=st.tuples(st.integers(0, 3), st.integers(0, 3)))
 def test_a_second_thread_is_refused(first, second, seeds):
-    """A8: while one thread draws, another that would is refused, and neither's bits change.
-
-    When the first has ended, the second draws what it draws alone.
-    """
+    """A8: while one thread draws another is refused; afterwards it draws what it would alone."""
     expected = [run(first, seeds[0]), run(second, seeds[1])]
     begun, tried, found = threading.Event(), threading.Event(), []
 

@@ -111,9 +111,7 @@ def by_hand(
 
 @given(given=givens(), skipped=st.lists(st.booleans(), min_size=1, max_size=11))
 def test_from_torch_is_the_scheduler_stepped(given: Given, skipped: list[bool]) -> None:
-    """A1: rates and parameters are bitwise those of the scheduler stepped on a real
-    optimizer, for all that torch and Transformers ship; a skipped update steps nothing.
-    """
+    """A1: rates and parameters are bitwise the real scheduler's; a skipped update steps nothing."""
     check_steps(given, skipped)
 
 
@@ -184,9 +182,7 @@ class Broken:
     later=st.lists(st.integers(0, 8), min_size=1, max_size=4),
 )
 def test_an_error_is_told_again_or_costs_nothing(given, at, where, interrupted, later):
-    """A1: after a scheduler's error every ask for that update, or a later one, is the same
-    error; after an interrupt rates are those of one that was not interrupted.
-    """
+    """A1: a scheduler's error is raised again at each later ask; an interrupt costs nothing."""
     broken: list[Broken] = []
     error = KeyboardInterrupt("stop") if interrupted else ValueError("boom")
 

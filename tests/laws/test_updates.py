@@ -219,10 +219,7 @@ def test_the_norm_is_torchs(lengths, dtypes, p, seed):
     decay=st.floats(0.5, 1),
 )
 def test_ema_closed_form(run: Run, size: int, parts: int, decay: float) -> None:
-    """After T updates the average is d^T p(0) + (1 - d) sum of d^(T - t) p(t).
-
-    Of a parameter that never moved it is that parameter, bitwise.
-    """
+    """After T updates the average is d^T p(0) + (1 - d) sum of d^(T - t) p(t), or p bitwise."""
     setup = af.chain(DDP, af.accumulate(num_micro_batches=parts), af.ema(decay))
     start = params(tensors(run.state()))
     for states, _ in trained(size, run, setup):
@@ -314,10 +311,7 @@ class Sets:
     rate=RATES,
 )
 def test_what_was_set_leaves_nothing(at, between, rate):
-    """A rate that is set for an update holds for it alone, be it a tensor of the optimizer's.
-
-    Whether the state is copied, saved and loaded, or the transform taken off, behind it.
-    """
+    """A rate that is set for an update holds for it alone, in copies and checkpoints too."""
     state = af.TrainState.create(
         model=lambda: nn.Linear(1, 1, bias=False).double(),
         optimizer=functools.partial(torch.optim.SGD, lr=rate),

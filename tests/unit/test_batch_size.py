@@ -65,9 +65,7 @@ def test_other_errors_pass_at_once(error):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_nothing_of_a_try_is_kept(size):
-    """When the next begins, the tensors of the last are gone: of the rank that ran out of
-    memory, and of one that had a result; and so they are where somebody keeps the errors.
-    """
+    """When the next begins, the tensors of the last are gone, though somebody keeps the errors."""
 
     def search(world):
         made, kept = [], []

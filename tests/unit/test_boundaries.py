@@ -530,10 +530,7 @@ def test_a_script_has_the_folders_that_python_gives_it(safe, tmp_path):
 
 @pytest.mark.parametrize("error", [ArithmeticError, KeyError])
 def test_a_hook_that_wrote_before_it_raised_has_changed_the_state(error):
-    """Though the optimizer is torch's, whose own step would be known not to have begun.
-
-    The error is the hook's, and none of what an optimizer lacks.
-    """
+    """The error is the hook's, though the optimizer's own step had not begun."""
 
     def optimizer(named: Any) -> torch.optim.Optimizer:
         made = torch.optim.SGD(named, lr=0.1)

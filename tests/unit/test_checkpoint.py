@@ -593,10 +593,7 @@ def test_nothing_is_due_before_the_first_update(every, tmp_path):
     size=st.integers(1, 3),
 )
 def test_a_save_is_due_when_its_period_is_over(waits, size):
-    """By `every=timedelta`, one is due so long after the last, or after the store was made.
-
-    All ranks save then, or none does, however far their clocks are apart.
-    """
+    """By `every=timedelta`: on all ranks or on none, however far their clocks are apart."""
     own = threading.local()
     clock = SimpleNamespace(monotonic=lambda: own.now)
 

@@ -67,10 +67,7 @@ def same(state, other, *names):
 
 @pytest.mark.parametrize("count", range(len(FIELDS) + 1))
 def test_any_fields(saved, count):
-    """What is asked for is the checkpoint's, the rest is the state's, which stays whole.
-
-    But an average that has not begun yet begins with the parameters that were loaded.
-    """
+    """What is asked for is the checkpoint's, the rest the state's; averages begin with params."""
     state, whole = fresh().with_slot("mine", None), made()
     begun = state.with_params(whole.params)
     assert not same(begun, state, "slots")

@@ -120,9 +120,7 @@ class Equal(nn.Module):
     ids=["each other", "inputs", "parameters", "loss"],
 )
 def test_a_gradient_lies_in_memory_of_its_own(loss):
-    """Scaling gradients in place changes neither each other, nor the batch, nor the loss, also
-    after a graph for another shape, in which they lie otherwise.
-    """
+    """Scaling gradients in place changes neither each other, nor the batch, nor the loss."""
     clip, x = af.clip_grad_norm(0.1), torch.arange(6.0)
     plain, step = begun(clip, model=Equal), af.make_step(loss)
     compiled = begun(af.compile(), clip, model=Equal)

@@ -58,10 +58,7 @@ def state_of(
 )
 @example(layers=[(0, 0)] * 4, couples=[1, 0], frozen=2, listed=True)
 def test_whatever_group_couples_elements_is_found(layers, couples, frozen, *, listed):
-    """As if all were tried in their own shapes: groups, dims and who is trained count.
-
-    What is frozen may be in no group.
-    """
+    """As if all were tried in their own shapes; what is frozen may be in no group."""
     state = state_of(layers, couples, frozen, listed=listed)
     is_coupled = any(
         dims == couples[group]

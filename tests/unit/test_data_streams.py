@@ -338,10 +338,7 @@ STEP = af.make_step(lambda model, x: model(x.reshape(-1, 1).float()).square().me
 @pytest.mark.parametrize("done", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", STREAMS)
 def test_resumed_from_a_checkpoint(name, done, tmp_path):
-    """A fresh stream put where the saved one stood gives the very rest, in later epochs too.
-
-    Cuts lie in an epoch, at its end and in the second; the stream's state is plain data.
-    """
+    """A fresh stream put where the saved one stood gives the very rest, in later epochs too."""
     make_stream, options = STREAMS[name]
 
     def data():

@@ -57,9 +57,7 @@ def ended(rank: int, status: int, error: str, at: float) -> Any:
 
 @given(ranks=st.permutations(range(3)), later=st.sampled_from([0.5, 2.0, 40.0]))
 def test_who_left_because_it_was_asked_to_is_not_to_blame(ranks, later):
-    """One lost a rank that hangs, and the launcher ended the others: the one that hangs comes
-    first, whenever a third one left on the launcher's signal.
-    """
+    """Of ranks that left on the launcher's signal and one that hangs, that one comes first."""
     lost, left, hangs = ranks
     failures = {
         lost: ended(lost, 1, "PeerFailedError: it did not arrive", 1000.0),

@@ -79,10 +79,7 @@ SETUPS = {
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_a_step_that_was_interrupted_can_be_taken_again(setup):
-    """Or the state after it is salvaged, or it says that it is lost.
-
-    Never is it stepped by what the interrupt left.
-    """
+    """Or the state after it is salvaged, or it says that it is lost."""
     step = af.make_step(loss_fn)
     batch = [X[:2], X[2:]] if setup == "parts" else X
     first, _ = step(create(SETUPS[setup]), batch)

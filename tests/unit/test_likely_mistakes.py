@@ -349,10 +349,7 @@ def test_columns_in_a_list_are_told():
 
 @pytest.mark.parametrize("kept", ["nothing", "a copy", "the loaded state", "its use"])
 def test_a_loaded_state_that_nobody_keeps_is_told(kept, tmp_path):
-    """A step on the state that was given to `load` says so, unless the loaded one is kept.
-
-    A copy that was taken before is another training.
-    """
+    """A step on the state that was given to `load` says so, unless the loaded one is kept."""
     state, step = state_of(data=None), af.make_step(square)
     saved, _ = step(state_of(data=None), INPUTS)
     af.save(saved, tmp_path / "saved")

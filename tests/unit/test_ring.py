@@ -286,10 +286,7 @@ def hidden(value: float, length: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("value", [-1e4, -1e9, torch.finfo(torch.float32).min])
 def test_who_is_hidden_from_all_by_a_number_sees_a_mean(value):
-    """As padding is hidden: by a large number, and not by minus infinity.
-
-    Which mean is torch's rounding: beside such a number no product is left. Of ones it is one.
-    """
+    """As padding is hidden: by a large number. Which mean is torch's rounding; of ones it is 1."""
 
     def attends(*three: torch.Tensor) -> torch.Tensor:
         query, key, values = three
