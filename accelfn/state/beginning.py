@@ -10,20 +10,10 @@ import torch
 from torch import nn
 
 from accelfn.base import tree
-from accelfn.base.arguments import check_word
 from accelfn.base.draws import own_modes
 from accelfn.base.tree import copy_shared_memory, local
-from accelfn.collectives.failures import check_world
 from accelfn.collectives.replicas import check_replicas, checksum
-from accelfn.definition.definition import (
-    Definition,
-    as_data,
-    check_device,
-    check_schedule,
-    check_seed,
-)
 from accelfn.definition.transform import chain, check_copied
-from accelfn.errors import ArgumentError
 from accelfn.model.drawn import build_on_meta, draw_params
 from accelfn.model.model import (
     ModelSource,
@@ -33,7 +23,6 @@ from accelfn.model.model import (
     skeleton_of,
 )
 from accelfn.model.optimizer import OptimizerSource, place_opt_state, prototype_of
-from accelfn.schedules.factors import Schedule, bind_rates
 from accelfn.state.update import shared_draws
 from accelfn.world import World
 
@@ -45,7 +34,7 @@ Tensors: TypeAlias = dict[str, torch.Tensor]
 
 @attrs.frozen(kw_only=True, eq=False)
 class Beginning:
-    """The fields of an initial state, before the state is created.
+    """The tensors of an initial state, and parts of its definition.
 
     Attributes:
         module: the model; the state takes ownership of its tensors.
@@ -64,61 +53,6 @@ class Beginning:
     buffers: Tensors
     opt_state: dict[str, dict[str, Any]]
     setup: chain
-
-
-def begin(
-    model: ModelSource,
-    optimizer: OptimizerSource,
-    *,
-    schedule: Schedule | None,
-    data: Any,
-    setup: chain,
-    world: World | None,
-    seed: int,
-    name: str,
-    init: str,
-) -> tuple[Beginning, Definition]:
-    """Create the fields of an initial state, and its definition.
-
-    The arguments are the same as in `TrainState.create`.
-
-    Raises:
-        ArgumentError: `seed`, `name`, `schedule`, `world`, `data` or `init` is not valid.
-        ModelError, OptimizerError: in the same cases as `TrainState.create`.
-    """
-    check_seed("TrainState.create", seed)
-    check_word("af.TrainState.create", "name", name, "the name of the state")
-    if init not in ("whole", "shard"):
-        msg = f'TrainState.create(init={init!r}): expected "whole" or "shard".'
-        raise ArgumentError(msg)
-    check_schedule(schedule)
-    world = World.single() if world is None else world
-    check_world(f"TrainState.create(world={world!r})", world)
-    check_device(setup, world)
-    device = world.device
-    if device.type != "meta" and world.size > 1 and setup.owners["layout"]:
-        device = torch.device("cpu")  # the full model may not fit on the device
-    with own_modes(device):
-        if init == "shard" and device.type != "meta":
-            beginning = _create_in_parts(
-                model, optimizer, setup=setup, world=world, seed=seed, name=name
-            )
-        else:
-            beginning = _create_whole(
-                model, optimizer, device=device, seed=seed, name=name
-            )
-        rates = bind_rates(schedule, beginning.prototype)
-    definition = Definition(
-        skeleton=beginning.skeleton,
-        optimizer=beginning.prototype,
-        schedule=schedule,
-        rates=rates,
-        data=as_data(data),
-        setup=beginning.setup,
-        world=world,
-        name=name,
-    )
-    return beginning, definition
 
 
 def begin_slots(state: "TrainState", slots: dict[str, Any]) -> None:
@@ -143,7 +77,7 @@ def begin_slot(owner: Any, state: "TrainState") -> Any:
     return slot
 
 
-def _create_whole(
+def create_whole(
     model: ModelSource,
     optimizer: OptimizerSource,
     *,
@@ -167,7 +101,7 @@ def _create_whole(
     )
 
 
-def _create_in_parts(
+def create_in_parts(
     model: ModelSource,
     optimizer: OptimizerSource,
     *,

@@ -21,7 +21,7 @@ from accelfn.base.arguments import check_word, explain_call_errors, hint_attribu
 from accelfn.base.codec import has_state
 from accelfn.base.draws import NOTHING, own_modes, span
 from accelfn.base.tree import Pending, ReadOnly, is_shard
-from accelfn.collectives.failures import format_tensor
+from accelfn.collectives.failures import check_world, format_tensor
 from accelfn.collectives.replicas import check_replicas, check_rows, sums_of
 from accelfn.data import Data
 from accelfn.data.plan import Cursor
@@ -29,6 +29,8 @@ from accelfn.definition import transform as entries
 from accelfn.definition.definition import (
     Definition,
     as_data,
+    check_device,
+    check_schedule,
     check_seed,
     check_setup,
     warn_of_batch_size,
@@ -37,8 +39,13 @@ from accelfn.definition.transform import by_rank, chain, facts_of
 from accelfn.errors import ArgumentError, CallError
 from accelfn.model.model import ModelSource, check_params, give_away, seal_optimizer
 from accelfn.model.optimizer import OptimizerSource, place_opt_state, trained_names
-from accelfn.schedules.factors import Schedule
-from accelfn.state.beginning import begin, begin_slots, restart_slots
+from accelfn.schedules.factors import Schedule, bind_rates
+from accelfn.state.beginning import (
+    begin_slots,
+    create_in_parts,
+    create_whole,
+    restart_slots,
+)
 from accelfn.state.results import Lease, Metrics
 from accelfn.state.update import (
     Skips,
@@ -75,15 +82,15 @@ def check_same_values(
     if world.size == 1:
         return
     rows = {name: row for field in fields for name, row in _rows(field, fields[field])}
-    if (
-        is_split
-    ):  # compare local shapes first, because a checksum covers all shards of a copy
-        shapes = {
-            name: format_tensor(row) if isinstance(row, torch.Tensor) else row
-            for name, row in rows.items()
-        }
-        check_rows(shapes, world, label=_LABEL, advice=advice)
-    check_rows(_add_checksums(rows, world), world, label=_LABEL, advice=advice)
+    tensors = {name: row for name, row in rows.items() if isinstance(row, torch.Tensor)}
+    texts = rows | {name: format_tensor(tensor) for name, tensor in tensors.items()}
+    if is_split:  # compare local shapes first: a checksum covers all shards of a copy
+        check_rows(texts, world, label=_LABEL, advice=advice)
+    if tensors:
+        sums = sums_of(tensors.values(), world, label=_LABEL).tolist()
+        for name, checksum in zip(tensors, sums, strict=True):
+            texts[name] += f", checksum {checksum}"
+    check_rows(texts, world, label=_LABEL, advice=advice)
 
 
 def shared_slots(
@@ -95,19 +102,6 @@ def shared_slots(
         if isinstance(shared.get(name), Mapping):
             shared[name] = {k: v for k, v in shared[name].items() if k != entry}
     return shared
-
-
-def _add_checksums(rows: Mapping[str, Any], world: World) -> dict[str, str]:
-    """Return rows as text: for a tensor its shape, dtype and checksum."""
-    tensors = {name: row for name, row in rows.items() if isinstance(row, torch.Tensor)}
-    if not tensors:
-        return dict(rows)
-    sums = sums_of(tensors.values(), world, label=_LABEL).tolist()
-    named = dict(zip(tensors, sums, strict=True))
-    return {
-        name: f"{format_tensor(row)}, checksum {named[name]}" if name in named else row
-        for name, row in rows.items()
-    }
 
 
 def _rows(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -136,21 +130,8 @@ def _rows(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 OptState: TypeAlias = dict[str, dict[str, Any]]
 
 
-@attrs.frozen
-class Values:
-    """The tensors and slots of a state.
-
-    Attributes:
-        params: the parameters by name.
-        buffers: the buffers by name.
-        opt_state: the optimizer's state by parameter name.
-        slots: the entries of transforms, and the user's own entries, by name.
-    """
-
-    params: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
-    opt_state: OptState
-    slots: dict[str, Any]
+Values: TypeAlias = dict[str, dict[str, Any]]
+"""A state's `params`, `buffers`, `opt_state` and `slots`, each by name."""
 
 
 def carry_over(values: Values, before: Definition, after: Definition) -> Values:
@@ -167,37 +148,36 @@ def carry_over(values: Values, before: Definition, after: Definition) -> Values:
     if "apart" in before.setup.facts and (
         has_new_copies or "apart" not in after.setup.facts
     ):
-        names = {transform.name for transform in after.setup}
-        kept_slots = {
-            name: slot for name, slot in values.slots.items() if name in names
-        }
-        check_replicas_agree(
-            attrs.evolve(values, slots=kept_slots), before, by_rank(after.setup)
-        )
+        check_replicas_agree(values, before, after.setup)
     if before.layout or after.layout:
         values = move_to_device(move_layout(values, before, after), after)
     return values
 
 
 def check_replicas_agree(
-    values: Values, definition: Definition, entries_by_rank: Collection[tuple[str, str]]
+    values: Values, definition: Definition, new_setup: chain
 ) -> None:
-    """Raise unless ranks that trained independently have equal values; ignore buffers.
+    """Raise unless ranks that trained independently have equal values.
+
+    Buffers and the slots of the user may differ, and so may entries that differ by rank in the
+    new setup.
 
     Args:
-        values: the values, with the slots that the new setup keeps.
+        values: the values.
         definition: the definition under which the ranks trained independently.
-        entries_by_rank: slot entries that differ by rank in the new setup, as (slot, entry).
+        new_setup: the setup under which they must have equal values.
 
     Raises:
         ReplicaMismatchError: the values differ.
     """
     (transform, *_) = (t for t in definition.setup if "apart" in facts_of(t))
+    names = {new.name for new in new_setup}
+    slots = {name: slot for name, slot in values["slots"].items() if name in names}
     check_same_values(
         {
-            "params": values.params,
-            "opt_state": values.opt_state,
-            "slots": shared_slots(values.slots, entries_by_rank),
+            "params": values["params"],
+            "opt_state": values["opt_state"],
+            "slots": shared_slots(slots, by_rank(new_setup)),
         },
         definition.world,
         is_split=definition.layout is not None,
@@ -228,7 +208,7 @@ def move_layout(values: Values, before: Definition, definition: Definition) -> V
         return values
     if before.layout is None:  # the full values must be equal on all ranks
         check_replicas(
-            values.params,
+            values["params"],
             world,
             label="compare replicas",
             values="apart" not in before.setup.facts,
@@ -236,23 +216,25 @@ def move_layout(values: Values, before: Definition, definition: Definition) -> V
     named = before.skeleton.module.named_parameters()
     shapes = {name: meta.shape for name, meta in named}
     with own_modes(world.device):
-        moved_fields = [
-            layout.reshard_tree(part, layout_after, shapes, world)
-            for part in (values.params, values.opt_state, values.slots)
-        ]
-    params, opt_state, slots = moved_fields
-    return attrs.evolve(values, params=params, opt_state=opt_state, slots=slots)
+        moved = {
+            field: layout.reshard_tree(values[field], layout_after, shapes, world)
+            for field in ("params", "opt_state", "slots")
+        }
+    return values | moved
 
 
 def move_to_device(values: Values, definition: Definition) -> Values:
     """Move unsharded values to the world's device; shards stay where they are."""
     device = definition.world.device
-    params = {n: p if is_shard(p) else p.to(device) for n, p in values.params.items()}
-    buffers = {name: buffer.to(device) for name, buffer in values.buffers.items()}
+    params = {
+        n: p if is_shard(p) else p.to(device) for n, p in values["params"].items()
+    }
+    buffers = {name: buffer.to(device) for name, buffer in values["buffers"].items()}
     # `params` is a plain dict here; an engine may keep values in another order
-    module = definition.skeleton.module
-    opt_state = place_opt_state(values.opt_state, params, definition.optimizer, module)
-    return attrs.evolve(values, params=params, buffers=buffers, opt_state=opt_state)
+    opt_state = place_opt_state(
+        values["opt_state"], params, definition.optimizer, definition.skeleton.module
+    )
+    return values | {"params": params, "buffers": buffers, "opt_state": opt_state}
 
 
 @explain_call_errors
@@ -352,16 +334,37 @@ class TrainState:
             WorldError: ranks along an axis would all do the same work.
         """
         new_setup = chain() if setup is None else chain(setup)
-        beginning, definition = begin(
-            model,
-            optimizer,
+        check_seed("TrainState.create", seed)
+        check_word("af.TrainState.create", "name", name, "the name of the state")
+        if init not in ("whole", "shard"):
+            msg = f'TrainState.create(init={init!r}): expected "whole" or "shard".'
+            raise ArgumentError(msg)
+        check_schedule(schedule)
+        world = World.single() if world is None else world
+        check_world(f"TrainState.create(world={world!r})", world)
+        check_device(new_setup, world)
+        device = world.device
+        if device.type != "meta" and world.size > 1 and new_setup.owners["layout"]:
+            device = torch.device("cpu")  # the full model may not fit on the device
+        with own_modes(device):
+            if init == "shard" and device.type != "meta":
+                beginning = create_in_parts(
+                    model, optimizer, setup=new_setup, world=world, seed=seed, name=name
+                )
+            else:
+                beginning = create_whole(
+                    model, optimizer, device=device, seed=seed, name=name
+                )
+            rates = bind_rates(schedule, beginning.prototype)
+        definition = Definition(
+            skeleton=beginning.skeleton,
+            optimizer=beginning.prototype,
             schedule=schedule,
-            data=data,
-            setup=new_setup,
+            rates=rates,
+            data=as_data(data),
+            setup=beginning.setup,
             world=world,
-            seed=seed,
             name=name,
-            init=init,
         )
         state = cls(
             params=beginning.params,
@@ -565,12 +568,15 @@ class TrainState:
         )
         slots = entries.carried_over(self._slots, old, new)
         definition = attrs.evolve(self.definition, setup=new_setup)
-        values = Values(self._params, self._buffers, self._opt_state, slots)
+        values = {
+            "params": self._params,
+            "buffers": self._buffers,
+            "opt_state": self._opt_state,
+            "slots": slots,
+        }
         values = carry_over(values, self.definition, definition)
-        state = attrs.evolve(
-            self, **attrs.asdict(values, recurse=False), definition=definition
-        )
-        begin_slots(state, values.slots)
+        state = attrs.evolve(self, **values, definition=definition)
+        begin_slots(state, values["slots"])
         return state
 
     def with_trainable(self, predicate: Callable[[str, torch.Tensor], object]) -> Self:

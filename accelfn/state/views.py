@@ -3,8 +3,7 @@
 
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
-from typing import Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -20,8 +19,6 @@ from accelfn.state.state import TrainState, check_state
 from accelfn.state.update import Update, apply_readonly
 
 _ENDED = "_accelfn_was_lent"
-_Place: TypeAlias = tuple[int, torch.Size, torch.dtype]
-"""A tensor's address, shape and dtype."""
 
 
 def eval_params(state: TrainState) -> Mapping[str, torch.Tensor]:
@@ -86,13 +83,8 @@ class _Borrowing:
     def __enter__(self) -> nn.Module:
         return self._block.__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
-        return self._block.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> bool | None:  # noqa: PYI036 - only passes on
+        return self._block.__exit__(*error)
 
     def __call__(self, *_args: object) -> NoReturn:
         msg = (
@@ -145,7 +137,7 @@ def _borrow(state: TrainState, *, at: str | None, gather: bool) -> Generator[nn.
         with torch.no_grad():
             params = gather_full(params, state.world, label="af.borrow_model")
     module = state.definition.skeleton.build(params, state.buffers)
-    places = {name: (id(tensor), _place(tensor)) for name, tensor in _tensors(module)}
+    places = _places(module)
     begins = [] if at == "eval" or gather or state.num_tried else untouched_slots(state)
     before = _versions(params) if begins else []
     try:
@@ -207,27 +199,25 @@ def _check_trained(module: nn.Module, state: TrainState) -> None:
         raise StateError(msg)
 
 
-def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    params = module.named_parameters(remove_duplicate=False)
-    return [*params, *module.named_buffers(remove_duplicate=False)]
-
-
-def _place(tensor: torch.Tensor) -> _Place:
-    return tensor.data_ptr(), tensor.shape, tensor.dtype
+def _places(module: nn.Module) -> dict[str, tuple[object, ...]]:
+    """Return the identity, address, shape and dtype of each tensor of a module."""
+    tensors = dict(module.named_parameters(remove_duplicate=False))
+    tensors |= dict(module.named_buffers(remove_duplicate=False))
+    return {n: (id(t), t.data_ptr(), t.shape, t.dtype) for n, t in tensors.items()}
 
 
 def _check_replaced(
-    module: nn.Module, places: Mapping[str, tuple[int, _Place]]
+    module: nn.Module, places: Mapping[str, tuple[object, ...]]
 ) -> None:
     """Raise if the block replaced tensors of the state by tensors of equal shape and dtype.
 
     If tensors have another shape or dtype, or were removed, the model was changed on purpose.
     """
-    now = {name: (id(tensor), _place(tensor)) for name, tensor in _tensors(module)}
+    now = _places(module)
     replaced_names = [
         name
         for name, was in places.items()
-        if name in now and now[name] != was and now[name][1][1:] == was[1][1:]
+        if name in now and now[name] != was and now[name][2:] == was[2:]
     ]
     if replaced_names:
         msg = (
