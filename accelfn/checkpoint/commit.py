@@ -105,41 +105,24 @@ class Contents:
     facts: Mapping[str, Any]
 
 
-@attrs.frozen(kw_only=True)
-class Division:
-    """Which rank writes which tensors.
+def manifest_of(
+    contents: Contents, shared: Mapping[str, Any], rank_files: Sequence[files.File]
+) -> Manifest:
+    """Return the manifest for the files that all ranks have written.
 
-    Attributes:
-        mine: the tensors that this rank writes.
-        per_rank: the names of tensors that differ between ranks. This attribute and the
-            attributes below become attributes of the `Manifest`.
-        trees_by_rank: for each rank, its trees of plain data for the units (fields and slots)
-            that differ between ranks.
-        sharded: the slices of each sharded tensor.
-        copies: for each rank, the number of the copy of the model that the rank has.
+    Args:
+        contents: the data of the state on one rank.
+        shared: the attributes of the manifest that `divide_writes` returned.
+        rank_files: the description of each rank's file.
     """
-
-    mine: Mapping[str, torch.Tensor]
-    per_rank: tuple[str, ...]
-    trees_by_rank: tuple[dict[str, Any], ...]
-    sharded: Mapping[str, Any]
-    copies: tuple[int, ...]
-
-    def manifest(
-        self, contents: Contents, rank_files: Sequence[files.File], *, step: int
-    ) -> Manifest:
-        """Return the manifest for the files that all ranks have written."""
-        return Manifest(
-            **contents.facts,
-            step=step,
-            world_size=len(rank_files),
-            trees=contents.units,
-            trees_by_rank=self.trees_by_rank,
-            per_rank=self.per_rank,
-            sharded=self.sharded,
-            copies=self.copies,
-            files={rank_file(rank): file for rank, file in enumerate(rank_files)},
-        )
+    return Manifest(
+        **contents.facts,
+        **shared,
+        step=contents.units["step"],
+        world_size=len(rank_files),
+        trees=contents.units,
+        files={rank_file(rank): file for rank, file in enumerate(rank_files)},
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -237,9 +220,8 @@ def format_error(error: BaseException) -> str:
     text = str(error)
     if not (isinstance(error, Error) or (isinstance(error, OSError) and error.errno)):
         text = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return text.encode(
-        errors="backslashreplace"
-    ).decode()  # paths may not be valid UTF-8
+    # paths may not be valid UTF-8
+    return text.encode(errors="backslashreplace").decode()
 
 
 def begin(save: Save) -> None:
@@ -286,17 +268,18 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
         exchange, Phase.DESCRIBE, lambda: _describe_states(save, contents)
     )
     ranks, filename = list(map(json.loads, descriptions)), rank_file(save.rank)
-    divisions = {
-        name: divide_writes(content, [rank[name] for rank in ranks], save.rank)
-        for name, content in contents.items()
-    }
+    mine: dict[str, dict[str, torch.Tensor]] = {}
+    shared: dict[str, dict[str, Any]] = {}
+    for name, content in contents.items():
+        rows = [rank[name] for rank in ranks]
+        mine[name], shared[name] = divide_writes(content, rows, save.rank)
 
     def write_files() -> str:
         records: dict[str, Any] = {}
-        for name, division in divisions.items():
+        for name, tensors in mine.items():
             path, step = save.partial / name / filename, contents[name].units["step"]
             metadata = {"format": "pt", "step": str(step), "rank": filename[5:10]}
-            records[name] = attrs.asdict(write_file(path, division.mine, metadata))
+            records[name] = attrs.asdict(write_file(path, tensors, metadata))
         return json.dumps(records)
 
     texts = save.run_on_all(exchange, Phase.WRITE, write_files)
@@ -307,8 +290,7 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
         records, digests = list(map(json.loads, texts)), dict[str, str]()
         for name, content in contents.items():
             of_ranks = [files.File.from_plain(rank[name]) for rank in records]
-            step = content.units["step"]
-            data = divisions[name].manifest(content, of_ranks, step=step).to_bytes()
+            data = manifest_of(content, shared[name], of_ranks).to_bytes()
             digests[name] = blake3(data).hexdigest()
             files.write(save.partial / name / NAME, [data])
             files.flush(save.partial / name)
@@ -376,122 +358,100 @@ def describe_contents(contents: Contents, *, is_alone: bool = False) -> dict[str
 
 def divide_writes(
     contents: Contents, ranks: Sequence[Mapping[str, Any]], rank: int
-) -> Division:
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Divide the tensors among the ranks that write them.
+
+    A rank writes the tensors and slices that only it has, and its share of the tensors that are
+    equal on all ranks.
 
     Args:
         contents: the data of one state on this rank.
         ranks: the result of `describe_contents` on each rank.
         rank: the number of this rank in `ranks`.
+
+    Returns: the tensors that this rank writes, and the attributes of the `Manifest` that follow
+        from the division.
     """
     copies = tuple(rank["copy"] for rank in ranks if rank["copy"] is not None)
-    shardings = _slices_by_tensor(ranks, copies or (0,) * len(ranks))
+    by_rank: dict[str, dict[int, Any]] = {}
+    for number, row in enumerate(ranks):
+        for name, place in row["slices"].items():
+            by_rank.setdefault(name, {})[number] = place
+    shardings = {name: _slices_by_file(of, copies) for name, of in by_rank.items()}
     per_rank, trees_by_rank = _differing(ranks, shardings)
-    digests = [rank["tensors"] for rank in ranks]
+    digests = [row["tensors"] for row in ranks]
     first = copies.index(copies[rank]) if copies else rank
-    own_names = [
+    names = {
         name
         for name in per_rank
         if first == rank or digests[first].get(name) != digests[rank].get(name)
-    ]
-    return Division(
-        mine=_tensors_to_write(
-            contents.tensors, per_rank, own_names, shardings, place=(rank, len(ranks))
-        ),
-        per_rank=per_rank,
-        trees_by_rank=trees_by_rank,
-        sharded=shardings,
-        copies=copies,
-    )
-
-
-def _slices_by_tensor(
-    ranks: Sequence[Mapping[str, Any]], copies: Sequence[int]
-) -> dict[str, Any]:
-    """Return the slices of each sharded tensor, by file.
-
-    If copies of the model have different values of a tensor, the slices of every copy are
-    listed. Otherwise only the slices of one copy are listed.
-    """
-    places: dict[str, dict[int, Any]] = {}
-    for rank, member in enumerate(ranks):
-        for name, place in member["slices"].items():
-            places.setdefault(name, {})[rank] = place
-    per_copy = {name for name, by_rank in places.items() if _differ(by_rank, copies)}
-    one_copy = (0,) * len(ranks)
-    return {
-        name: _slices_by_file(by_rank, copies if name in per_copy else one_copy)
-        for name, by_rank in places.items()
+    }
+    names |= {n for n, at in shardings.items() if rank_file(rank) in at["slices"]}
+    common = contents.tensors.keys() - set(per_rank) - shardings.keys()
+    sizes = {name: contents.tensors[name].nbytes for name in sorted(common)}
+    names |= _share_of(sizes, rank, len(ranks))
+    return {name: t for name, t in contents.tensors.items() if name in names}, {
+        "per_rank": per_rank,
+        "trees_by_rank": trees_by_rank,
+        "sharded": shardings,
+        "copies": copies,
     }
 
 
 def _slices_by_file(
     by_rank: Mapping[int, Any], copies: Sequence[int]
 ) -> dict[str, Any]:
-    """Return a tensor's slices by file; if several ranks have equal slices, only the first."""
+    """Return a tensor's slices by file; if several ranks have equal slices, only the first.
+
+    If copies of the model have different values of the tensor, the slices of every copy are
+    listed. Otherwise only the slices of one copy are listed.
+    """
+    places: dict[str, list[int]] = {}
+    for rank, place in by_rank.items():
+        places.setdefault(str((place["offset"], place["size"])), []).append(rank)
+    differs = len(set(copies)) > 1 and any(
+        len({by_rank[rank]["digest"] for rank in ranks}) > 1
+        for ranks in places.values()
+    )
     slices: dict[tuple[int, str], tuple[str, Any]] = {}
     for rank, place in by_rank.items():
         box = {"offset": place["offset"], "size": place["size"]}
         if 0 not in place["size"]:
-            slices.setdefault((copies[rank], str(box)), (rank_file(rank), box))
+            copy = copies[rank] if differs else 0
+            slices.setdefault((copy, str(box)), (rank_file(rank), box))
     first = next(iter(by_rank.values()))
     entry = {"dtype": first["dtype"], "shape": first["shape"]}
     return {**entry, "slices": dict(slices.values())}
-
-
-def _differ(by_rank: Mapping[int, Any], copies: Sequence[int]) -> bool:
-    """Return whether copies of the model have different values of any slice."""
-    digests: dict[str, set[str]] = {}
-    for place in by_rank.values():
-        box = str((place["offset"], place["size"]))
-        digests.setdefault(box, set()).add(place["digest"])
-    return len(set(copies)) > 1 and any(len(digest) > 1 for digest in digests.values())
 
 
 def _differing(
     ranks: Sequence[Mapping[str, Any]], shardings: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], tuple[dict[str, Any], ...]]:
     """Return what differs between ranks: the names of tensors, and the trees of units."""
-    names = dict.fromkeys(name for rank in ranks for name in rank["tensors"])
-    own_names = [n for n in names if len({r["tensors"].get(n) for r in ranks}) > 1]
-    units = dict.fromkeys(name for rank in ranks for name in rank["units"])
-    own_units = [
-        unit
-        for unit in units
-        if any(rank["units"].get(unit) != ranks[0]["units"].get(unit) for rank in ranks)
-    ]
+
+    def own(kind: str) -> list[str]:
+        names = dict.fromkeys(name for rank in ranks for name in rank[kind])
+        first = ranks[0][kind]
+        return [n for n in names if any(r[kind].get(n) != first.get(n) for r in ranks)]
+
+    own_units = own("units")
     trees = [
         {unit: rank["units"][unit] for unit in own_units if unit in rank["units"]}
         for rank in ranks
     ]
-    per_rank = tuple(name for name in own_names if name not in shardings)
+    per_rank = tuple(name for name in own("tensors") if name not in shardings)
     return per_rank, tuple(trees) if own_units else ()
 
 
-def _tensors_to_write(
-    tensors: Mapping[str, torch.Tensor],
-    per_rank: Sequence[str],
-    own_names: Sequence[str],
-    shardings: Mapping[str, Any],
-    *,
-    place: tuple[int, int],
-) -> dict[str, torch.Tensor]:
-    """Return the tensors that this rank writes.
-
-    A rank writes the tensors and slices that only it has, and its share of the tensors that are
-    equal on all ranks. The shares have about the same number of bytes.
-    """
-    rank, size = place
-    common = sorted(tensors.keys() - set(per_rank) - shardings.keys())
-    sizes = [tensors[n].nbytes for n in common]
-    total, before, names = max(sum(sizes), 1), 0, set(own_names)
-    names |= {n for n, at in shardings.items() if rank_file(rank) in at["slices"]}
-    for name, num_bytes in zip(common, sizes, strict=True):
-        writer = (2 * before + num_bytes) * size // (2 * total)
-        if min(writer, size - 1) == rank:
+def _share_of(sizes: Mapping[str, int], rank: int, num_ranks: int) -> set[str]:
+    """Return a rank's share of tensors; the shares have about the same number of bytes."""
+    total, before, names = max(sum(sizes.values()), 1), 0, set[str]()
+    for name, num_bytes in sizes.items():
+        writer = (2 * before + num_bytes) * num_ranks // (2 * total)
+        if min(writer, num_ranks - 1) == rank:
             names.add(name)
         before += num_bytes
-    return {name: tensor for name, tensor in tensors.items() if name in names}
+    return names
 
 
 def write_file(

@@ -262,17 +262,17 @@ def _hand_over(
         )
         raise StateError(msg)
     tensors: Mapping[str, torch.Tensor] = {}
-    division = None
+    shared: Mapping[str, Any] = {}
     if contents is not None:
         ranks = _renumber_copies([row for row in descriptions if row is not None])
-        division = commit.divide_writes(contents, ranks, givers.index(world.rank))
-        tensors = division.mine
+        place = givers.index(world.rank)
+        tensors, shared = commit.divide_writes(contents, ranks, place)
     text = json.dumps(attrs.asdict(files.describe_file(tensors)))
     texts = gather_text(text, world, label="with_world: list tensors")
     rank_files = [files.File.from_plain(json.loads(texts[rank])) for rank in givers]
     payload = None
-    if world.rank == givers[0] and division is not None and contents is not None:
-        draft = division.manifest(contents, rank_files, step=state.step)
+    if world.rank == givers[0] and contents is not None:
+        draft = commit.manifest_of(contents, shared, rank_files)
         merging = {n for r in draft.firsts for n in to_merge(state, draft, r)}
         payload = [draft.to_bytes().decode(), sorted(merging)]
     plain, merging = broadcast_object(
