@@ -96,7 +96,7 @@ class Talk:
                 raise PeerFailedError(self._given_up(dead_ranks, absent, label, start))
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-        paths = (self._file(self.turn, rank) for rank in self._ranks())
+        paths = (self._file(self.turn, rank) for rank in range(self.save.size))
         return [path.read_text(encoding="utf-8") for path in paths]
 
     def begin(self) -> BinaryIO | None:
@@ -109,15 +109,12 @@ class Talk:
         if self.save.size > 1:
             files.tell(self._file(_ENDED, self.save.rank), text)
 
-    def _ranks(self) -> range:
-        return range(self.save.size)
-
     def _file(self, turn: int | str, rank: int) -> Path:
         return talk_directory(self.save.final) / f"{turn}-{rank}"
 
     def _absent(self) -> list[int]:
-        paths = {rank: self._file(self.turn, rank) for rank in self._ranks()}
-        return [rank for rank, path in paths.items() if not arguments.exists(path)]
+        ranks = range(self.save.size)
+        return [r for r in ranks if not arguments.exists(self._file(self.turn, r))]
 
     def _check_ended(self, absent: list[int]) -> None:
         for rank in absent:
@@ -214,12 +211,11 @@ class Writing:
             if "can't start new thread" not in str(error):
                 raise  # an interrupt inside of the module threading
             self._begun.acquire(blocking=False)
-            why = CheckpointWriteError(
+            msg = (
                 f"no thread could be started to write the checkpoint ({error}). Pass"
                 " async_=False to the store, or raise the limit of threads (ulimit -u)."
             )
-            self._error = self._alone(why)
-            self._talk.end(str(self._error))
+            self._fail_alone(CheckpointWriteError(msg))
             self._done.set()
 
     def join(self) -> BaseException | None:
@@ -250,32 +246,29 @@ class Writing:
         try:
             lock = self._talk.begin()
             self._write(self._talk)
-        except CheckpointWriteError as error:
-            self._error = error  # all ranks get this error
-        except PeerFailedError as error:
-            self._error = error  # ranks that still run get this error too
+        except (CheckpointWriteError, PeerFailedError) as error:
+            self._error = error  # all ranks that still run get this error
         except BaseException as error:  # noqa: BLE001 - `join` returns this error
-            self._error = self._alone(error)
-            with suppress(BaseException):  # this text may fail for the same reason
-                self._talk.end(str(self._error))
+            self._fail_alone(error)
         finally:
             if lock is not None:
                 lock.close()
             self._done.set()
 
-    def _alone(self, error: BaseException) -> CheckpointWriteError:
-        """Wrap an error of this rank in a `CheckpointWriteError`.
+    def _fail_alone(self, error: BaseException) -> None:
+        """Let `join` return an error that only this rank has, and tell it to the other ranks.
 
-        Its message says whether the state was saved.
+        The message of the error says whether the state was saved.
         """
         rank = self.save.rank
         is_there = files.is_there(self.save.final)
         begins = self.save.not_finished if is_there else self.save.not_saved
-        failure = CheckpointWriteError(
+        self._error = CheckpointWriteError(
             f"{begins}: rank {rank} failed: {commit.format_error(error)}"
         )
-        failure.__cause__ = error
-        return failure
+        self._error.__cause__ = error
+        with suppress(BaseException):  # this text may fail for the same reason
+            self._talk.end(str(self._error))
 
 
 # The pending save of a store, and how ranks exchange its outcome.
@@ -294,9 +287,9 @@ class PendingSave:
         self.writing: Writing | None = None
         self.world: World | None = None
 
-    def is_of_others(self, now: "World | None") -> bool:
+    def is_of_others(self, now: "World") -> bool:
         """Return whether ranks have regrouped since the last save, and now form this world."""
-        if now is None or now.connection.regrouping is None:
+        if now.connection.regrouping is None:
             return False
         return self.world is None or self.world.connection is not now.connection
 
@@ -322,9 +315,7 @@ class PendingSave:
             self.writing = None
             world.connection.tell("waited in a save", is_waiting=True)
             raise error
-        text = "" if error is None else str(error)
-        texts = gather_text(text, world, label=f"store: outcome of step {step}")
-        failure = _first(texts)
+        failure = _agree(error, world, f"store: outcome of step {step}")
         self.writing = None  # only after the wait, which an interrupt may end
         if world.is_main:
             close_talk(writing.save)
@@ -355,13 +346,14 @@ class PendingSave:
         self, world: "World", error: CheckpointWriteError | None
     ) -> CheckpointWriteError | None:
         """Continue in a new world; return the first error that the ranks of that world pass."""
-        text = "" if error is None else str(error)
-        failure = _first(gather_text(text, world, label="store: exchange errors"))
+        failure = _agree(error, world, "store: exchange errors")
         self.world = world
         return failure
 
 
-def _first(texts: list[str]) -> CheckpointWriteError | None:
-    """Return an error with the first text that is not empty; None if all are empty."""
-    errors = [CheckpointWriteError(text) for text in texts if text]
-    return errors[0] if errors else None
+def _agree(
+    error: BaseException | None, world: "World", label: str
+) -> CheckpointWriteError | None:
+    """Return the error of the first rank that has one, on all ranks; None if no rank has one."""
+    texts = gather_text("" if error is None else str(error), world, label=label)
+    return next((CheckpointWriteError(text) for text in texts if text), None)

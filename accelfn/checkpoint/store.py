@@ -150,18 +150,6 @@ def broken_after(directory: Path, step: int) -> Path | None:
     return path if newest > step else None
 
 
-def newest_whole(directory: Path, steps: Sequence[int]) -> int | None:
-    """Return the newest of these steps with an undamaged checkpoint; None if all are damaged.
-
-    Cost: reads that checkpoint, and the damaged checkpoints of newer steps.
-    """
-    for step in sorted(steps, reverse=True):
-        with suppress(CheckpointError):
-            manifest.verify(directory / manifest.name_of(step))
-            return step
-    return None
-
-
 def metrics_of(directory: Path) -> dict[int, Mapping[str, float]]:
     """Return the metrics of each checkpoint, by step."""
     metrics: dict[int, Mapping[str, float]] = {}
@@ -457,9 +445,8 @@ class CheckpointStore:
         write = partial(self._write, job, contents)
         try:
             texts = job.run_on_all(exchange, Phase.BEGIN, begin)
-            if (
-                self.async_ and is_first
-            ):  # ranks will communicate by files in the directory
+            # ranks will communicate by files in the directory
+            if self.async_ and is_first:
                 job.run_on_all(exchange, Phase.FIND, partial(commit.check_seen, job))
             if self.async_:
                 patience = state.world.connection.timeout(state.world.device)
@@ -636,9 +623,7 @@ class CheckpointStore:
         if now is None or not self._pending.is_of_others(now):
             return self._pending.finish()
         error = self._pending.abandon()
-        if (
-            not now.is_main
-        ):  # another process is rank 0 now, and will lock the directory
+        if not now.is_main:  # another process is rank 0, and will lock the directory
             self._release()
         return self._pending.rejoin(now, error)
 
@@ -693,14 +678,18 @@ class CheckpointStore:
         return f"{link}, newer than all checkpoints. {self._how_to_continue(steps)}"
 
     def _how_to_continue(self, steps: Sequence[int]) -> str:
-        """Return a sentence that says how to continue from the newest undamaged checkpoint."""
-        step = newest_whole(self.directory, steps)
-        if step is None:
-            return "No older checkpoint is intact. Remove this one to start training again."
-        return (
-            f"The newest intact checkpoint is that of step {step}. Continue from it with"
-            f" store.restore(state, step={step})."
-        )
+        """Return a sentence that says how to continue from the newest undamaged checkpoint.
+
+        Cost: reads that checkpoint, and the damaged checkpoints of newer steps.
+        """
+        for step in reversed(steps):
+            with suppress(CheckpointError):
+                manifest.verify(self.directory / manifest.name_of(step))
+                return (
+                    f"The newest intact checkpoint is that of step {step}. Continue from it with"
+                    f" store.restore(state, step={step})."
+                )
+        return "No older checkpoint is intact. Remove this one to start training again."
 
     def _take_lock(self) -> None:
         if self._lock is None:
@@ -732,10 +721,7 @@ class CheckpointStore:
         except (OSError, CheckpointError) as failed:
             note = f"The checkpoints cannot be listed ({commit.format_error(failed)})"
         else:
-            note = (
-                f"The newest checkpoint is {newest}"
-                if newest
-                else "No checkpoint exists"
-            )
+            note = f"The newest checkpoint is {newest}"
+            note = note if newest else "No checkpoint exists"
         parts = (part.removesuffix(".") for part in (str(error), more, note) if part)
         return type(error)(" ".join(f"{part}." for part in parts))
