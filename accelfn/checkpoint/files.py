@@ -48,10 +48,7 @@ _PIECE = 1 << 23
 _sync_file_range = getattr(system.libc, "sync_file_range", None)
 """A function of Linux; None on other systems."""
 if _sync_file_range is not None:
-    _sync_file_range.argtypes = (
-        *(ctypes.c_int, ctypes.c_int64, ctypes.c_int64),
-        ctypes.c_uint,
-    )
+    _sync_file_range.argtypes = (ctypes.c_int, *[ctypes.c_int64] * 2, ctypes.c_uint)
 _WRITE = 2
 """SYNC_FILE_RANGE_WRITE: start to flush without waiting."""
 
@@ -294,9 +291,7 @@ class Hashing:
         self._read.append((values, label, digest))
         self._num_bytes += len(values)
         if self._num_bytes >= _TOGETHER:
-            self._hand_over()
-            while len(self._pending) > _AHEAD:
-                self._compare()
+            self._hand_over(_AHEAD)
 
     def finish(self) -> None:
         """Wait until all bytes are hashed and compared.
@@ -304,13 +299,20 @@ class Hashing:
         Raises:
             CheckpointCorruptError: a digest differs. The message names the first difference.
         """
-        self._hand_over()
-        while self._pending:
-            self._compare()
+        self._hand_over(0)
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, most: int) -> None:
+        """Hash what was read in the other thread; wait until at most `most` tasks wait there."""
         self._pending.append(self._pool.submit(self._differing, self._read))
         self._read, self._num_bytes = [], 0
+        while len(self._pending) > most:
+            label = self._pending.popleft().result()
+            if label is not None:
+                msg = (
+                    f"{self._path} has changed since it was saved: the BLAKE3 digest of {label}"
+                    " differs. Load another checkpoint."
+                )
+                raise CheckpointCorruptError(msg)
 
     def _differing(self, read: list[tuple[memoryview, str, str | None]]) -> str | None:
         for values, label, digest in read:
@@ -318,15 +320,6 @@ class Hashing:
             if digest is not None and self._digest.hexdigest() != digest:
                 return label
         return None
-
-    def _compare(self) -> None:
-        label = self._pending.popleft().result()
-        if label is not None:
-            msg = (
-                f"{self._path} has changed since it was saved: the BLAKE3 digest of {label}"
-                " differs. Load another checkpoint."
-            )
-            raise CheckpointCorruptError(msg)
 
 
 _BLOCK = 1 << 23
@@ -420,9 +413,8 @@ class File:
             msg = f"the entries leave {at} bytes for the header, which is too much"
             raise ValueError(msg)
         for name, tensor in tensors.items():
-            if tensor.begin != at or tensor.end != at + bytes_in(
-                tensor.dtype, tensor.shape
-            ):
+            size = bytes_in(tensor.dtype, tensor.shape)
+            if (tensor.begin, tensor.end) != (at, at + size):
                 msg = f"{name[:80]!r} has a wrong range of bytes, {tensor.begin} to {tensor.end}"
                 raise ValueError(msg)
             at = tensor.end
@@ -458,27 +450,34 @@ def write_tensors(
     A second thread computes the digests. If a tensor is on a GPU or is not contiguous, each of
     the threads copies the tensor, one tensor at a time.
     """
-    header, entries = _header(tensors, metadata)
+    header, rows = _header(tensors, metadata)
     with ThreadPoolExecutor(1, "accelfn-digest") as pool:
-        future = pool.submit(_ends, header, (bytes_of(tensors[n]) for n in entries))
-        values = (bytes_of(tensors[name]) for name in entries)
+        future = pool.submit(_ends, header, (bytes_of(tensors[n]) for n in rows))
+        values = (bytes_of(tensors[name]) for name in rows)
         write(path, chain([header], chain.from_iterable(map(_blocks, values))))
-        return _describe(entries, len(header), future.result())
+        return _describe(rows, len(header), future.result())
 
 
 def describe_file(tensors: Mapping[str, torch.Tensor]) -> File:
     """Return the description of a file without writing it; its digests are zeros."""
-    header, entries = _header(tensors, {})
-    return _describe(entries, len(header), [_NONE] * (1 + len(entries)))
+    header, rows = _header(tensors, {})
+    return _describe(rows, len(header), [_NONE] * (1 + len(rows)))
 
 
-def _describe(entries: Mapping[str, Entry], begin: int, digests: Sequence[str]) -> File:
-    """Return a file's description, given the digests up to its header and up to each tensor."""
-    tensors = {
-        name: attrs.evolve(entry, blake3=digest)
-        for (name, entry), digest in zip(entries.items(), digests[1:], strict=True)
-    }
-    size = max((entry.end for entry in entries.values()), default=begin)
+def _describe(
+    rows: Mapping[str, Mapping[str, Any]], first: int, digests: Sequence[str]
+) -> File:
+    """Return a file's description.
+
+    Args:
+        rows: the row of each tensor in the header.
+        first: the number of bytes before the first tensor.
+        digests: the digests of the file up to its header, and up to each tensor.
+    """
+    size, tensors = first, dict[str, Entry]()
+    for (name, row), digest in zip(rows.items(), digests[1:], strict=True):
+        begin, size = (first + at for at in row["data_offsets"])
+        tensors[name] = Entry(row["dtype"], row["shape"], begin, size, digest)
     return File(size, digests[-1], digests[0], tensors)
 
 
@@ -491,17 +490,15 @@ def read_tensors(
     file: File,
     wanted: AbstractSet[str],
     *,
-    device: str = "cpu",
     verify: bool = True,
     on_read: OnRead = ignore_progress,
 ) -> dict[str, torch.Tensor]:
-    """Check that a file fits its description, and return some of its tensors.
+    """Check that a file fits its description, and return some of its tensors in host memory.
 
     Args:
         path: the path of the file.
         file: the description of the file.
         wanted: the names of the tensors to return.
-        device: the device of the returned tensors.
         verify: whether to read the whole file and compare its digests.
         on_read: called with the number of bytes that were read since the last call.
 
@@ -516,11 +513,10 @@ def read_tensors(
                 msg = f"{path} is damaged: it has {size} bytes, but had {file.size} when saved."
                 raise CheckpointCorruptError(msg)
             reader = _read_verified if verify else _read_some
-            tensors = reader(stream, path, file, wanted, on_read)
+            return reader(stream, path, file, wanted, on_read)
     except OSError as error:
         msg = f"{path} cannot be read: {error}"
         raise CheckpointCorruptError(msg) from error
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def _read_some(
@@ -612,9 +608,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     if dense.is_complex():
         dense = torch.view_as_real(dense)
     flat = dense.reshape(-1)
-    if flat.stride() != (
-        1,
-    ):  # with at most one element, a tensor may have another stride
+    # with at most one element, a tensor may have another stride
+    if flat.stride() != (1,):
         flat = torch.empty_strided(flat.shape, (1,), dtype=flat.dtype).copy_(flat)
     return memoryview(cast("Any", flat.view(torch.uint8).numpy()))
 
@@ -631,8 +626,8 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 def _header(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, Entry]]:
-    """Return a file's header, and the description of each tensor with digests of zeros.
+) -> tuple[bytes, dict[str, dict[str, Any]]]:
+    """Return a file's header, and its row for each tensor.
 
     Tensors with a multiple of 64 bytes come first, so that all of them are aligned to 64 bytes.
     The others are sorted by item size, largest first, so that their offsets are multiples of
@@ -644,22 +639,16 @@ def _header(
         return t.nbytes % ALIGNED > 0, -t.dtype.itemsize, name
 
     at = 0
-    places: dict[str, Entry] = {}
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    rows: dict[str, dict[str, Any]] = {}
     for name in sorted(tensors, key=place):
         t = tensors[name]
-        dtype, shape, end = name_of(t.dtype), tuple(t.shape), at + t.nbytes
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
-        places[name] = Entry(dtype, shape, at, end, _NONE)
-        at = end
+        offsets, at = [at, at + t.nbytes], at + t.nbytes
+        dtype, shape = name_of(t.dtype), tuple(t.shape)
+        rows[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+    header = {"__metadata__": dict(metadata), **rows}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNED)
-    first = 8 + len(text)
-    entries = {
-        name: attrs.evolve(entry, begin=entry.begin + first, end=entry.end + first)
-        for name, entry in places.items()
-    }
-    return len(text).to_bytes(8, "little") + text, entries
+    return len(text).to_bytes(8, "little") + text, rows
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:

@@ -35,7 +35,6 @@ Rule: TypeAlias = Callable[[Any, str], object]
 
 MEMBER = re.compile(r"[A-Za-z0-9_-]{1,100}")
 """Names of states that are saved together, which are also names of their directories."""
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST_COUNT = 2**63
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 3
@@ -109,9 +108,8 @@ def check_sharded(
         if not (is_of_all and whole_each):
             msg = f"the slices of {quote(name)} do not cover a tensor of shape {quote(shape)}"
             raise ValueError(msg)
-        bytes_in(
-            spec["dtype"], shape
-        )  # also for tensors without elements, which are in no file
+        # also for tensors without elements, which are in no file
+        bytes_in(spec["dtype"], shape)
 
 
 def _slice(shape: tuple[int, ...], plain: Mapping[str, Any]) -> Slice:
@@ -128,29 +126,26 @@ def _inside(place: str, key: object) -> str:
     return f"{place}.{key}"[:200].removeprefix(".")
 
 
-def _text(value: Any, place: str) -> None:
-    _expect(isinstance(value, str), "a string", value, place)
-
-
-def _check_integer(value: Any, place: str) -> None:
-    _expect(type(value) is int, "an integer", value, place)
-
-
-def _count(value: Any, place: str) -> None:
-    is_count = type(value) is int and 0 <= value < _LARGEST_COUNT
-    _expect(is_count, "an integer from 0 to 2**63 - 1", value, place)
-
-
-def _digest(value: Any, place: str) -> None:
-    is_digest = isinstance(value, str) and _DIGEST.fullmatch(value)
-    _expect(is_digest, "a digest of 64 hexadecimal digits", value, place)
+def _rule(is_valid: Callable[[Any], object], kind: str) -> Rule:
+    """Return a rule for values of this kind, for which `is_valid` returns true."""
+    return lambda value, place: _expect(is_valid(value), kind, value, place)
 
 
 def _one_of(words: Collection[str], kind: str) -> Rule:
-    def rule(value: Any, place: str) -> None:
-        _expect(isinstance(value, str) and value in words, kind, value, place)
+    return _rule(lambda value: isinstance(value, str) and value in words, kind)
 
-    return rule
+
+_TEXT = _rule(lambda value: isinstance(value, str), "a string")
+_INTEGER = _rule(lambda value: type(value) is int, "an integer")
+_KEY = _rule(lambda value: type(value) in (str, int), "a string or an integer")
+_COUNT = _rule(
+    lambda value: type(value) is int and 0 <= value < _LARGEST_COUNT,
+    "an integer from 0 to 2**63 - 1",
+)
+_DIGEST = _rule(
+    lambda value: isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value),
+    "a digest of 64 hexadecimal digits",
+)
 
 
 def _optional(rule: Rule) -> Rule:
@@ -215,19 +210,15 @@ def _subtree(depth: int) -> Rule:
     return lambda value, place: _tree(value, place, depth)
 
 
-def _key(value: Any, place: str) -> None:
-    _expect(type(value) in (str, int), "a string or an integer", value, place)
-
-
 def _pairs(value: Any, place: str, depth: int) -> None:
-    _list_of(_row(_key, _subtree(depth)))(value, place)
+    _list_of(_row(_KEY, _subtree(depth)))(value, place)
     keys = {(type(key), key) for key, _ in value}
     _expect(len(keys) == len(value), "each key only once", value, place)
 
 
 _NOT_FINITE = _one_of(("nan", "inf", "-inf"), "nan, inf or -inf")
 _KINDS: dict[str, Callable[[Any, str, int], object]] = {
-    "tensor": lambda value, place, _: _text(value, place),
+    "tensor": lambda value, place, _: _TEXT(value, place),
     "float": lambda value, place, _: _NOT_FINITE(value, place),
     "dict": lambda value, place, depth: _table_of(_subtree(depth))(value, place),
     "pairs": _pairs,
@@ -266,32 +257,32 @@ def _all_units(value: Any, place: str) -> None:
     _expect(has_all, f"a table of {', '.join(_UNITS)}", value, place)
 
 
-_TENSORS = _record(dict=_table_of(_record(tensor=_text)))
+_TENSORS = _record(dict=_table_of(_record(tensor=_TEXT)))
 _UNITS: dict[str, Rule] = {
     "params": _TENSORS,
     "buffers": _TENSORS,
     "opt_state": _record(
         dict=_table_of(lambda v, place: _tree(v, place, kinds=("dict", "pairs")))
     ),
-    "step": _count,
-    "cursor": _record(list=_row(_count, _count, _tree)),
-    "seed": _check_integer,
-    "num_skipped": _count,
+    "step": _COUNT,
+    "cursor": _record(list=_row(_COUNT, _COUNT, _tree)),
+    "seed": _INTEGER,
+    "num_skipped": _COUNT,
 }
 _DTYPE = _one_of(DTYPES, "a dtype")
-_SHAPE = _list_of(_count)
+_SHAPE = _list_of(_COUNT)
 _MANIFEST = _record(
-    blake3=_digest,
-    format=_count,
-    step=_count,
-    world_size=_count,
-    optimizer=_text,
-    transforms=_list_of(_text),
+    blake3=_DIGEST,
+    format=_COUNT,
+    step=_COUNT,
+    world_size=_COUNT,
+    optimizer=_TEXT,
+    transforms=_list_of(_TEXT),
     data=_optional(_table_of(_data)),
     trees=_all_units,
     trees_by_rank=_list_of(_units),
-    per_rank=_list_of(_text),
-    copies=_list_of(_count),
+    per_rank=_list_of(_TEXT),
+    copies=_list_of(_COUNT),
     sharded=_table_of(
         _record(
             dtype=_DTYPE,
@@ -299,18 +290,18 @@ _MANIFEST = _record(
             slices=_table_of(_record(offset=_SHAPE, size=_SHAPE)),
         )
     ),
-    definition=_optional(_table_of(_text)),
+    definition=_optional(_table_of(_TEXT)),
     metrics=_table_of(_number),
-    kept=_table_of(_digest),
-    persistent=_list_of(_text),
+    kept=_table_of(_DIGEST),
+    persistent=_list_of(_TEXT),
     files=_table_of(
         _record(
-            size=_count,
-            blake3=_digest,
-            header_blake3=_digest,
+            size=_COUNT,
+            blake3=_DIGEST,
+            header_blake3=_DIGEST,
             tensors=_table_of(
                 _record(
-                    dtype=_DTYPE, shape=_SHAPE, begin=_count, end=_count, blake3=_digest
+                    dtype=_DTYPE, shape=_SHAPE, begin=_COUNT, end=_COUNT, blake3=_DIGEST
                 )
             ),
         )
@@ -318,7 +309,7 @@ _MANIFEST = _record(
 )
 
 
-_JOINT_MANIFEST = _record(blake3=_digest, format=_count, states=_table_of(_digest))
+_JOINT_MANIFEST = _record(blake3=_DIGEST, format=_COUNT, states=_table_of(_DIGEST))
 
 
 # The manifest as an object, and reading it.
@@ -410,19 +401,13 @@ class Manifest:
             "metrics": {n: encode(v, Table()) for n, v in self.metrics.items()},
             "files": {name: attrs.asdict(file) for name, file in self.files.items()},
         }
-        body = _lines(plain).encode().removeprefix(b"{\n")
-        if len(body) > _LARGEST - 100:
-            msg = (
-                f"the manifest would have {len(body)} bytes, and at most {_LARGEST} are allowed."
-                " Store long lists of plain values as tensors."
-            )
-            raise CheckpointError(msg)
+        data = _with_digest(plain)
         try:
-            _check_density(body)
+            _check_size(data)
         except ValueError as error:
-            msg = f"the manifest could not be read: {error}. Store long lists as a tensor."
+            msg = f"the manifest would have {error}. Store long lists as a tensor."
             raise CheckpointError(msg) from error
-        return _with_digest(body)
+        return data
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -485,9 +470,8 @@ class Manifest:
             names = set(tensors_in(tree))
             self._find(names, 0)
             if unit not in self.own_units:
-                for (
-                    rank
-                ) in self.firsts:  # other ranks of a copy can read this rank's file
+                # the other ranks of a copy can read the file of the first
+                for rank in self.firsts:
                     self._find(names & per_rank, rank)
         for rank, trees in enumerate(self.trees_by_rank):
             for tree in trees.values():
@@ -546,17 +530,12 @@ class Manifest:
 
         Such tensors can be averaged.
         """
-        # reversed, so that the first file with a tensor determines its dtype
-        dtypes = {
-            name: entry.dtype
-            for file in reversed(list(self.files.values()))
-            for name, entry in file.tensors.items()
-        }
-        kinds = {
-            name: DTYPES[dtypes[name]] for name in self.differing if name in dtypes
-        }
+        dtypes: dict[str, torch.dtype] = {}  # in the first file with the tensor
+        for file in self.files.values():
+            for name in self.differing & file.tensors.keys():
+                dtypes.setdefault(name, DTYPES[file.tensors[name].dtype])
         return frozenset(
-            n for n, kind in kinds.items() if kind.is_floating_point or kind.is_complex
+            n for n, kind in dtypes.items() if kind.is_floating_point or kind.is_complex
         )
 
     @cached_property
@@ -687,8 +666,7 @@ def digests_in(folder: Path) -> dict[str, str | None]:
 
 def joint_bytes(digests: Mapping[str, str]) -> bytes:
     """Return the joint manifest of several states, from the digests of their manifests."""
-    plain = {"format": 3, "states": dict(digests)}
-    return _with_digest(_lines(plain).encode().removeprefix(b"{\n"))
+    return _with_digest({"format": 3, "states": dict(digests)})
 
 
 def check_not_joint(folder: Path) -> None:
@@ -760,8 +738,9 @@ def _read_bytes(
         raise CheckpointCorruptError(msg) from error
 
 
-def _with_digest(body: bytes) -> bytes:
+def _with_digest(plain: Mapping[str, Any]) -> bytes:
     """Return lines of JSON, with a first line that has their digest."""
+    body = _lines(plain).encode().removeprefix(b"{\n")
     return f'{{\n "blake3": "{blake3(body).hexdigest()}",\n'.encode() + body
 
 
@@ -776,19 +755,22 @@ def _lines(value: Any, depth: int = 0) -> str:
 
 
 def _parse(data: bytes) -> Any:
-    _check_density(data)
+    _check_size(data)
     return json.loads(data, object_pairs_hook=files.reject_duplicate_keys)
 
 
-def _check_density(data: bytes) -> None:
-    """Check that JSON does not have more lists and tables than a save writes.
+def _check_size(data: bytes) -> None:
+    """Check that JSON does not have more bytes, lists and tables than a save writes.
 
     Raises:
-        ValueError: the JSON has more.
+        ValueError: the JSON has more. The message is a noun, such as "5 bytes".
     """
     count = data.count(b"[") + data.count(b"{")
     if count > max(_MOST, len(data) // _SPARSE):
-        msg = f"it has too many lists and tables: {count} in {len(data)} bytes"
+        msg = f"too many lists and tables: {count} in {len(data)} bytes"
+        raise ValueError(msg)
+    if len(data) > _LARGEST:
+        msg = f"{len(data)} bytes, and at most {_LARGEST} are allowed"
         raise ValueError(msg)
 
 
