@@ -90,17 +90,10 @@ class Differences:
     def describe(self, where: str, owner: str = "the state's") -> str:
         """Return the differences as lines of text, with a similar name for each wrong name."""
         rows = [f"{where} differ from {owner}:"]
-        kinds = {**self.shapes, **self.dtypes}
         for some in (
-            [
-                f"missing {n[:_LONG]}{_suggest_name(n, self.unexpected)}"
-                for n in self.missing
-            ],
-            [
-                f"unexpected {n[:_LONG]}{_suggest_name(n, self.missing)}"
-                for n in self.unexpected
-            ],
-            [f"{n[:_LONG]} {how}" for n, how in kinds.items()],
+            [f"missing {_with_similar(n, self.unexpected)}" for n in self.missing],
+            [f"unexpected {_with_similar(n, self.missing)}" for n in self.unexpected],
+            [f"{n[:_LONG]} {how}" for n, how in {**self.shapes, **self.dtypes}.items()],
         ):
             rows += [f"  {row}" for row in some[:_SHOWN]]
             if len(some) > _SHOWN:
@@ -126,31 +119,31 @@ def differences(
         is_laid: whether a saved tensor must be a DTensor exactly if the state's tensor is.
     """
     common = [name for name in current if name in old]
+    shapes, dtypes = dict[str, str](), dict[str, str]()
+    for name in common:
+        was, now = old[name], current[name]
+        if was.shape != now.shape or (is_laid and is_shard(was) != is_shard(now)):
+            kinds = (f"{tuple(t.shape)} {t.dtype}" for t in (was, now))
+            shapes[name] = "saved as {}, expected {}".format(*kinds)
+        elif was.dtype != now.dtype:
+            dtypes[name] = f"saved as {was.dtype}, expected {now.dtype}"
     return Differences(
         missing=tuple(name for name in current if name not in old),
         unexpected=tuple(name for name in old if name not in current),
-        shapes={
-            n: f"saved as {tuple(old[n].shape)} {old[n].dtype}, expected"
-            f" {tuple(current[n].shape)} {current[n].dtype}"
-            for n in common
-            if old[n].shape != current[n].shape
-            or (is_laid and is_shard(old[n]) != is_shard(current[n]))
-        },
-        dtypes={
-            n: f"saved as {old[n].dtype}, expected {current[n].dtype}"
-            for n in common
-            if old[n].shape == current[n].shape and old[n].dtype != current[n].dtype
-        },
+        shapes=shapes,
+        dtypes=dtypes,
         uncastable=tuple(
             n for n in common if not torch.can_cast(old[n].dtype, current[n].dtype)
         ),
     )
 
 
-def _suggest_name(name: str, names: Iterable[str]) -> str:
+def _with_similar(name: str, names: Iterable[str]) -> str:
+    """Return a name, shortened, with the most similar one of other names."""
     short_names = [other for other in list(names)[:1000] if len(other) <= _LONG]
-    matches = difflib.get_close_matches(name[:_LONG], short_names, n=1, cutoff=0.7)
-    return f" (similar: {matches[0]})" if matches else ""
+    name = name[:_LONG]
+    matches = difflib.get_close_matches(name, short_names, n=1, cutoff=0.7)
+    return f"{name} (similar: {matches[0]})" if matches else name
 
 
 def check_optimizer(state: TrainState, manifest: Manifest, folder: Path | str) -> None:
@@ -259,12 +252,9 @@ def _misfits_of_slots(state: TrainState, slots: Mapping[str, Any]) -> Iterator[s
         if transform.name in slots and transform.name in state.slots:
             old, slot = slots[transform.name], state.slots[transform.name]
             if isinstance(slot, Mapping) and isinstance(old, Mapping) and old:
-                missing = [
-                    key for key in cast("Mapping[Any, Any]", slot) if key not in old
-                ]
-                yield from (
-                    f"{transform.name}.{key}: missing"[:_LONG] for key in missing
-                )
+                for key in cast("Mapping[Any, Any]", slot):
+                    if key not in old:
+                        yield f"{transform.name}.{key}: missing"[:_LONG]
             yield from _misfits(old, slot, transform.name, may_change=True)
 
 

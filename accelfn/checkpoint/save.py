@@ -164,14 +164,12 @@ def decode_fields(
     units: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
     """Return the fields that `encode_fields` has encoded."""
-    values = {name: decode(tree, tensors) for name, tree in units.items()}
-    slots = {
-        name.removeprefix("slots."): value
-        for name, value in values.items()
-        if name.startswith("slots.")
-    }
-    fields = {n: value for n, value in values.items() if not n.startswith("slots.")}
-    return {**fields, "slots": slots}
+    fields: dict[str, Any] = {"slots": {}}
+    for unit, tree in units.items():
+        field, dot, slot = unit.partition(".")
+        table, name = (fields["slots"], slot) if dot else (fields, field)
+        table[name] = decode(tree, tensors)
+    return fields
 
 
 # Check the arguments of `save`, `load` and stores, before anything is written.

@@ -53,20 +53,17 @@ class Slice:
 
         The result is None if the boxes do not overlap.
         """
-        begins = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
-        ends = [
-            min(a + n, b + m)
-            for a, n, b, m in zip(
-                self.offset, self.size, other.offset, other.size, strict=True
-            )
+        own = zip(self.offset, self.size, strict=True)
+        others = zip(other.offset, other.size, strict=True)
+        # for each dim, the first and the last index after this box's corner
+        spans = [
+            (max(b - a, 0), min(n, b + m - a))
+            for (a, n), (b, m) in zip(own, others, strict=True)
         ]
-        if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
+        if any(end <= begin for begin, end in spans):
             return None
-        return Slice(
-            self.size,
-            tuple(begin - at for begin, at in zip(begins, self.offset, strict=True)),
-            tuple(end - begin for begin, end in zip(begins, ends, strict=True)),
-        )
+        offset = tuple(begin for begin, _ in spans)
+        return Slice(self.size, offset, tuple(end - begin for begin, end in spans))
 
     def inside(self, other: "Slice") -> "Slice":
         """Convert this box from coordinates relative to `other` to those of the full tensor."""
