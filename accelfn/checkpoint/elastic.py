@@ -123,7 +123,10 @@ class Source:
         means: Mapping[str, torch.Tensor] = {}
         if self.weights is not None:
             moving = names & self.manifest.with_mean
-            means = self._means(moving)
+            means = self.means
+            if means is None:
+                means = self.mean(lambda rank: [self.of_rank(rank, moving)])
+            means = {name: means[name] for name in moving}
         tensors = {**self.of_rank(self.rank, names - moving), **means}
         dtensors = {n: t for n, t in self.sharded.items() if n in tensors}
         return tensors | {n: dtensor_like(tensors[n], t) for n, t in dtensors.items()}
@@ -186,11 +189,6 @@ class Source:
             raise CheckpointError(msg)
         overlapping = {f: box for f, box in spec.parts.items() if target.within(box)}
         return _Plan(target, spec.dtype, overlapping)
-
-    def _means(self, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
-        if self.means is None:
-            return self.mean(lambda rank: [self.of_rank(rank, names)])
-        return {name: self.means[name] for name in names}
 
     def mean(
         self, parts: Callable[[int], Iterable[Mapping[str, torch.Tensor]]]
@@ -315,13 +313,12 @@ def _sharded_tensors(
     If the state does not have a saved tensor yet, such as an optimizer's moment before the
     first update, the DTensor is the parameter that the tensor belongs to.
     """
-    fields = fields_of(state)
+    fields, to_come = fields_of(state), _params_by_saved_name(state, manifest)
     if not any(map(is_shard, tree.tree_leaves(fields))):
-        return _params_by_saved_name(state, manifest)
+        return to_come
     tensors = encode_fields(fields)[1]
     # in the checkpoint, a numbered name such as <1> may belong to another tensor
     names = {name for name in tensors if not name.startswith("<")}
-    to_come = _params_by_saved_name(state, manifest)
     return {n: t for n, t in to_come.items() if n not in names} | tensors.sharded
 
 
@@ -498,28 +495,20 @@ class Arrivals:
     def _broadcast(self, sending: Sending) -> dict[str, torch.Tensor]:
         """Run one broadcast, and return its tensors by name."""
         error: Exception | None = None
+        world, entries, tensors = self._world, sending.entries, list[torch.Tensor]()
         self.is_broken = True  # reset when the broadcast is complete
-        try:
-            tensors = self._tensors_to_send(sending)
-        except Exception as raised:  # noqa: BLE001 - other ranks wait in the broadcast
-            error, tensors = raised, self._empty(sending)
-        broadcast_(
-            tensors, self._world, root=sending.root, label="with_world: hand over"
-        )
+        if world.rank == sending.root:
+            try:
+                tensors = [self._mine[n].detach().to(world.device) for n in entries]
+            except Exception as raised:  # noqa: BLE001 - other ranks wait in the broadcast
+                error = raised
+        if not tensors:
+            tensors = [entry.empty().to(world.device) for entry in entries.values()]
+        broadcast_(tensors, world, root=sending.root, label="with_world: hand over")
         self.is_broken = False
         if error is not None:
             raise error
-        return dict(zip(sending.entries, tensors, strict=True))
-
-    def _tensors_to_send(self, sending: Sending) -> list[torch.Tensor]:
-        if self._world.rank != sending.root:
-            return self._empty(sending)
-        tensors = [self._mine[name].detach() for name in sending.entries]
-        return [t.to(self._world.device) for t in tensors]
-
-    def _empty(self, sending: Sending) -> list[torch.Tensor]:
-        entries = sending.entries.values()
-        return [entry.empty().to(self._world.device) for entry in entries]
+        return dict(zip(entries, tensors, strict=True))
 
 
 def sendings(

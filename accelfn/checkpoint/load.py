@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 from weakref import ref
 
@@ -20,7 +19,6 @@ from accelfn.base.tree import clone_shards, is_shard
 from accelfn.checkpoint.commit import format_error
 from accelfn.checkpoint.elastic import Source, source_of
 from accelfn.checkpoint.manifest import (
-    Manifest,
     check_no_store,
     check_not_joint,
     explain_removal,
@@ -146,45 +144,44 @@ def _with_similar(name: str, names: Iterable[str]) -> str:
     return f"{name} (similar: {matches[0]})" if matches else name
 
 
-def check_optimizer(state: TrainState, manifest: Manifest, folder: Path | str) -> None:
+def check_optimizer(state: TrainState, source: Source) -> None:
     """Raise `CheckpointError` if a checkpoint was saved with another optimizer class."""
-    if manifest.optimizer != optimizer_name(state):
+    name = source.manifest.optimizer
+    if name != optimizer_name(state):
         msg = (
-            f"{folder} has the state of {manifest.optimizer[:_LONG]}, but this state's"
+            f"{source.folder} has the state of {name[:_LONG]}, but this state's"
             f" optimizer is {optimizer_name(state)}. Create the state with the saved optimizer,"
             ' or load only some fields: af.load_part(state, directory, ["params", "buffers"]).'
         )
         raise CheckpointError(msg)
 
 
-def check_transforms(state: TrainState, manifest: Manifest, folder: Path | str) -> None:
+def check_transforms(state: TrainState, source: Source) -> None:
     """Raise `CheckpointError` if saved slots and the setup's transforms do not match."""
     own_names = {transform.name for transform in state.setup}
-    slots = manifest.slots
-    absent = [n for n in manifest.transforms if n in slots and n not in own_names]
+    slots, saved_names = source.manifest.slots, source.manifest.transforms
+    absent = [n for n in saved_names if n in slots and n not in own_names]
     names = (e.name for e in state.setup.owners["init"] if e.name in state.slots)
     new = [name for name in names if name not in slots]
     if absent or new:
         lacks = f" Saved, but not in this setup: {', '.join(map(quote, absent))}."
         more = f" In this setup, but not saved: {', '.join(map(quote, new))}."
         msg = (
-            f"{folder}: the setup of this state differs from the saved setup."
+            f"{source.folder}: the setup of this state differs from the saved setup."
             f"{lacks if absent else ''}{more if new else ''} Create the state with the saved"
             " setup, load, and then change the setup with state.with_setup(...)."
         )
         raise CheckpointError(msg)
 
 
-def check_data(
-    state: TrainState, manifest: Manifest, folder: Path | str, allow: Sequence[str]
-) -> None:
+def check_data(state: TrainState, source: Source, allow: Sequence[str]) -> None:
     """Raise an error if `allow` has unknown words, or if the saved data were different."""
     facts = {} if state.data is None else state.data.facts
-    words = (*dict.fromkeys((*(manifest.data or ()), *facts)), *_MEANT)
+    old_facts = source.manifest.data
+    words = (*dict.fromkeys((*(old_facts or ()), *facts)), *_MEANT)
     if not {*allow} <= {*words}:
         msg = f"af.load(allow={tuple(allow)!r}): expected some of {quote(words)}."
         raise ArgumentError(msg)
-    old_facts = manifest.data
     if old_facts is None or state.data is None:
         return
     names = dict.fromkeys((*old_facts, *facts))
@@ -195,34 +192,22 @@ def check_data(
             for name in diffs[:_SHOWN]
         )
         msg = (
-            f"{folder} was saved with other data:\n{lines}\nTo load it anyway, write"
+            f"{source.folder} was saved with other data:\n{lines}\nTo load it anyway, write"
             f" af.load(..., allow={quote(tuple(diffs))})."
         )
         raise CheckpointError(msg)
 
 
-def check_values(
-    state: TrainState,
-    fields: Mapping[str, Any],
-    manifest: Manifest,
-    where: Path | str,
-    allow: Sequence[str],
-) -> None:
+def check_values(state: TrainState, source: Source, allow: Sequence[str]) -> None:
     """Check that saved tensors and numbers have the types and shapes of the current ones.
-
-    Args:
-        state: the state to load into.
-        fields: the saved fields; their tensors need no values.
-        manifest: the manifest of the checkpoint.
-        where: the name of the checkpoint in errors.
-        allow: the differences to accept, as in `load`.
 
     Raises:
         CheckpointError: types or shapes differ. The message lists the differences.
     """
-    if manifest.kept.keys() - state.params.keys():
+    fields, kept, where = source.outline(), source.manifest.kept, source.folder
+    if kept.keys() - state.params.keys():
         return  # `kept_of` raises an error that names these parameters
-    params = {n: p for n, p in state.params.items() if n not in manifest.kept}
+    params = {n: p for n, p in state.params.items() if n not in kept}
     for field, current in (("params", params), ("buffers", state.buffers)):
         diff = differences(fields[field], current, is_laid=True)
         if diff:
@@ -343,11 +328,9 @@ def _kind(value: Any) -> str:
     return "an object" if is_object else type(value).__name__
 
 
-def warn_of_changes(
-    state: TrainState, manifest: Manifest, where: Path | str, allow: Sequence[str]
-) -> None:
+def warn_of_changes(state: TrainState, source: Source, allow: Sequence[str]) -> None:
     """Warn if trainable parameters, transform options or the name differ from the saved run."""
-    old_facts, now = manifest.definition, definition_of(state)
+    old_facts, now = source.manifest.definition, definition_of(state)
     if old_facts is None:
         return
     rows, hints = list[str](), dict[str, str]()
@@ -361,8 +344,8 @@ def warn_of_changes(
     if rows:
         lines = "\n".join(rows[:_SHOWN])
         advise(
-            f"{where} was saved by a run with other training options:\n{lines}\nTo continue that"
-            f" run, {' and '.join(hints.values())}. If you want the difference, write"
+            f"{source.folder} was saved by a run with other training options:\n{lines}\nTo continue"
+            f" that run, {' and '.join(hints.values())}. If you want the difference, write"
             f" af.load(..., allow={(*hints,)!r})."
         )
 
@@ -410,7 +393,7 @@ class Wanted:
     extra: str
     cast: bool
 
-    def check(self) -> None:
+    def __attrs_post_init__(self) -> None:
         """Raise `ArgumentError` for values that `load_part` does not accept."""
         for name in self.only:
             field, dot, inside = name.partition(".")
@@ -686,38 +669,34 @@ def load(
     words = _several(allow)
     with explain_removal(folder):
         results = {
-            name: restore_from(state, folder / name, partial(open_source, name), words)
+            name: restore_from(state, partial(open_source, name), words)
             for name, state in states.items()
         }
     return cast("States", results.get("", results))
 
 
 def restore_from(
-    state: TrainState,
-    where: Path | str,
-    open_source: Callable[[], Source],
-    allow: Sequence[str] = (),
+    state: TrainState, open_source: Callable[[], Source], allow: Sequence[str] = ()
 ) -> TrainState:
     """Return the state from a source, with the definition of the given state.
 
     Args:
         state: provides the model, optimizer, setup, data and world.
-        where: the name of the source in errors.
         open_source: returns the source of the saved fields, such as a checkpoint.
         allow: the differences to accept, as in `load`.
     """
 
     def read() -> tuple[Source, dict[str, Any]]:
         source = open_source()
-        check_transforms(state, source.manifest, where)
-        check_optimizer(state, source.manifest, where)
-        check_data(state, source.manifest, where, allow)
-        check_values(state, source.outline(), source.manifest, where, allow)
+        check_transforms(state, source)
+        check_optimizer(state, source)
+        check_data(state, source, allow)
+        check_values(state, source, allow)
         return source, source.fields()
 
     source, fields = read_all_or_none(state, read)
     fields["params"] = {**fields["params"], **kept_of(source, state)}
-    warn_of_changes(state, source.manifest, where, allow)
+    warn_of_changes(state, source, allow)
     new_state = with_fields(state, fields)
     state.definition.cache.loaded = ref(state.lease), ref(new_state.lease)
     return new_state
@@ -769,15 +748,14 @@ def load_part(
     folder = as_path(call, directory, "a directory")
 
     request = Wanted(_several(only), missing, extra, cast)
-    request.check()
 
     def read() -> tuple[Source, dict[str, Any]]:
         check_no_store(folder)
         source = source_of(state, read_manifest(folder), folder, verify=verify)
         if "opt_state" in request.only:
-            check_optimizer(state, source.manifest, folder)
+            check_optimizer(state, source)
         if "cursor" in request.only:
-            check_data(state, source.manifest, folder, _several(allow))
+            check_data(state, source, _several(allow))
         return source, source.fields()
 
     source, fields = read_all_or_none(state, read)

@@ -133,7 +133,7 @@ def move(
     def take() -> TrainState:
         with arrivals.to_the_end():
             return restore_from(
-                fresh, where, lambda: receive(fresh, manifest, where, arrivals)
+                fresh, lambda: receive(fresh, manifest, where, arrivals)
             )
 
     new_state, _ = _run_on_all(
@@ -345,7 +345,7 @@ def _slots_on_device(slots: Mapping[str, Any], device: torch.device) -> dict[str
         is_whole = isinstance(leaf, torch.Tensor) and not is_shard(leaf)
         return leaf.to(device) if is_whole else leaf
 
-    return {name: tree.tree_map(copy_part, slot) for name, slot in slots.items()}
+    return tree.tree_map(copy_part, dict(slots))
 
 
 # `regroup`: after ranks have left or joined, continue in a world of all remaining and waiting

@@ -137,19 +137,6 @@ def check_numbers(texts: Sequence[str]) -> None:
 # Find and remove checkpoints in the directory of a store.
 
 
-def broken_after(directory: Path, step: int) -> Path | None:
-    """Return the newest broken symbolic link that has the name of a later step's checkpoint."""
-    links = [
-        (link_step, path)
-        for path in directory.iterdir()
-        if (link_step := manifest.step_of(path)) is not None
-        and path.is_symlink()
-        and not arguments.exists(path)
-    ]
-    newest, path = max(links, default=(step, None))
-    return path if newest > step else None
-
-
 def metrics_of(directory: Path) -> dict[int, Mapping[str, float]]:
     """Return the metrics of each checkpoint, by step."""
     metrics: dict[int, Mapping[str, float]] = {}
@@ -502,17 +489,24 @@ class CheckpointStore:
         steps = self._steps_on_all(world, step)
         while steps:
             chosen = steps[-1] if step is None else step
-            outcome, is_gone = self._load(state, world, chosen, allow)
-            if is_gone and step is None:
+            folder = self.directory / manifest.name_of(chosen)
+            loaded: States | None = None
+            failure, text = CheckpointError(), ""
+            try:
+                loaded = load(state, folder, allow=allow)
+            except CheckpointError as error:
+                failure, text = error, "" if files.is_there(folder) else "gone"
+            texts = gather_text(text, world, label="store: restored")
+            if any(texts) and step is None:
                 steps = self._steps_on_all(world, step)
                 if steps and steps[-1] != chosen:
                     continue  # a running job has saved a newer checkpoint in the meantime
-            if not isinstance(outcome, CheckpointError):
-                return outcome
+            if loaded is not None:
+                return loaded
             older = [step for step in steps if step < chosen]
-            if older and isinstance(outcome, CheckpointCorruptError):
-                outcome.add_note(self._how_to_continue(older))
-            raise outcome
+            if older and isinstance(failure, CheckpointCorruptError):
+                failure.add_note(self._how_to_continue(older))
+            raise failure
         return state
 
     def close(self) -> None:
@@ -643,23 +637,6 @@ class CheckpointStore:
             raise CheckpointError(msg)
         return steps
 
-    def _load(
-        self, state: States, world: "World", step: int, allow: Sequence[str]
-    ) -> tuple[States | CheckpointError, bool]:
-        """Load a checkpoint; this is a collective.
-
-        Returns: the loaded state or the error, and whether the checkpoint was gone on any rank.
-        """
-        folder = self.directory / manifest.name_of(step)
-        outcome: States | CheckpointError
-        try:
-            outcome = load(state, folder, allow=allow)
-        except CheckpointError as error:
-            outcome = error
-        is_gone = isinstance(outcome, CheckpointError) and not files.is_there(folder)
-        texts = gather_text("gone" if is_gone else "", world, label="store: restored")
-        return outcome, any(texts)
-
     def _list_steps(self, step: int | None) -> list[int] | str:
         """Return the steps of the store, or a text that says why the newest cannot be found.
 
@@ -669,11 +646,19 @@ class CheckpointStore:
         try:
             steps = list(self.steps)
             newest = steps[-1] if steps else -1
-            broken = broken_after(self.directory, newest)
+            links = {
+                link_step: path
+                for path in self.directory.iterdir()
+                if (link_step := manifest.step_of(path)) is not None
+                and link_step > newest
+                and path.is_symlink()
+                and not arguments.exists(path)
+            }
         except (OSError, CheckpointError) as error:
             return commit.format_error(error)
-        if broken is None or step is not None:
+        if not links or step is not None:
             return steps
+        broken = links[max(links)]
         link = f"{broken} is a broken link to {broken.readlink()}"
         return f"{link}, newer than all checkpoints. {self._how_to_continue(steps)}"
 

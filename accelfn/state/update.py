@@ -276,7 +276,9 @@ def _plan(update: Update) -> tuple[Assignments, bool, Update]:
     state = update.state
     definition = state.definition
     assignments = {} if definition.rates is None else definition.rates(state.step)
-    is_over, named = _is_over(assignments), set[str]()
+    rate, named = assignments.get((0, "lr")), set[str]()
+    # does not read a tensor, because reading from a device would wait
+    is_over = type(rate) is float and rate == 0.0
     owners = definition.setup.owners["hyper"]
     if not owners:
         return assignments, is_over, update
@@ -299,23 +301,13 @@ def _plan(update: Update) -> tuple[Assignments, bool, Update]:
     return assignments, is_over and "lr" not in named, update
 
 
-def _is_over(assignments: Assignments) -> bool:
-    rate = assignments.get((0, "lr"))
-    # does not read a tensor, because reading from a device would wait
-    return type(rate) is float and rate == 0.0
-
-
 def next_hyper(state: "TrainState", slots: Mapping[str, Any]) -> Assignments:
     """Return the hyperparameters that schedule and transforms set for the next update.
 
     Inside a transform's `hyper`, return only the hyperparameters that were set so far.
     """
-    assignments = state.definition.cache.planned
-    return (
-        _plan(Update(state=state, slots=slots))[0]
-        if assignments is None
-        else assignments
-    )
+    planned = state.definition.cache.planned
+    return _plan(Update(state=state, slots=slots))[0] if planned is None else planned
 
 
 def next_rates(state: "TrainState", slots: Mapping[str, Any]) -> tuple[float, ...]:
