@@ -17,14 +17,25 @@ import torch
 from accelfn.base.tree import Pending
 from accelfn.errors import PlainDataError
 
-_DTYPES = frozenset(
-    getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "complex64", "bool"),
-        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
-        *("float8_e4m3fn", "float8_e5m2"),
-    )
-)
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The dtypes that can be saved or sent, by their names in safetensors."""
 _PLAIN = (str, int, bool, type(None))
 MAX_DEPTH = 100
 """Maximum number of nested containers; a tree that contains itself exceeds this number."""
@@ -263,7 +274,7 @@ def _check_storable(tensor: torch.Tensor, path: str) -> None:
     if tensor.numel() and not tensor.untyped_storage().nbytes():
         msg = f"{path} is a tensor without memory: its storage was freed. Replace it by None."
         raise PlainDataError(msg)
-    if tensor.dtype not in _DTYPES:
+    if tensor.dtype not in DTYPES.values():
         msg = (
             f"{path} has dtype {tensor.dtype}, which safetensors files do not support. Convert"
             " it to another dtype, or a complex128 tensor with torch.view_as_real(tensor)."

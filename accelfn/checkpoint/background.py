@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import attrs
 import torch
@@ -24,10 +24,7 @@ from accelfn.checkpoint.commit import Save
 from accelfn.collectives.failures import named
 from accelfn.collectives.packed import gather_text
 from accelfn.errors import CheckpointWriteError, PeerFailedError
-
-if TYPE_CHECKING:
-    from accelfn.world import World
-
+from accelfn.world import World
 
 _PATIENCE = 600.0
 """Seconds to wait for another rank if the world has no timeout."""
@@ -287,7 +284,7 @@ class PendingSave:
         self.writing: Writing | None = None
         self.world: World | None = None
 
-    def is_of_others(self, now: "World") -> bool:
+    def is_of_others(self, now: World) -> bool:
         """Return whether ranks have regrouped since the last save, and now form this world."""
         if now.connection.regrouping is None:
             return False
@@ -343,7 +340,7 @@ class PendingSave:
         return None
 
     def rejoin(
-        self, world: "World", error: CheckpointWriteError | None
+        self, world: World, error: CheckpointWriteError | None
     ) -> CheckpointWriteError | None:
         """Continue in a new world; return the first error that the ranks of that world pass."""
         failure = _agree(error, world, "store: exchange errors")
@@ -352,7 +349,7 @@ class PendingSave:
 
 
 def _agree(
-    error: BaseException | None, world: "World", label: str
+    error: BaseException | None, world: World, label: str
 ) -> CheckpointWriteError | None:
     """Return the error of the first rank that has one, on all ranks; None if no rank has one."""
     texts = gather_text("" if error is None else str(error), world, label=label)

@@ -347,7 +347,7 @@ def describe_contents(contents: Contents, *, is_alone: bool = False) -> dict[str
         "copy": contents.copy,
         "slices": {
             name: {
-                "dtype": files.name_of(contents.tensors[name].dtype),
+                "dtype": files.NAMES_OF[contents.tensors[name].dtype],
                 "digest": of_parts.get(name),
             }
             | attrs.asdict(place)

@@ -33,6 +33,7 @@ from blake3 import blake3
 
 from accelfn.base import arguments, system
 from accelfn.base.arguments import read_hints
+from accelfn.base.codec import DTYPES
 from accelfn.errors import CheckpointCorruptError
 
 # Write, rename, remove and lock files. When these functions return, the change is on the disk.
@@ -333,26 +334,9 @@ ALIGNED = 64
 _LARGEST_HEADER = 1 << 28
 _MOST_DIMS = 64
 _NONE = "0" * 64
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 OnRead: TypeAlias = Callable[[int], object]
-_NAMES_OF = {dtype: name for name, dtype in DTYPES.items()}
+NAMES_OF = {dtype: name for name, dtype in DTYPES.items()}
+"""The name of each dtype in safetensors."""
 
 
 @attrs.frozen
@@ -597,11 +581,6 @@ def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """Return the name that safetensors has for a dtype."""
-    return _NAMES_OF[dtype]
-
-
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's values as bytes, without a copy if it is contiguous and on the CPU."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -643,7 +622,7 @@ def _header(
     for name in sorted(tensors, key=place):
         t = tensors[name]
         offsets, at = [at, at + t.nbytes], at + t.nbytes
-        dtype, shape = name_of(t.dtype), tuple(t.shape)
+        dtype, shape = NAMES_OF[t.dtype], tuple(t.shape)
         rows[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
     header = {"__metadata__": dict(metadata), **rows}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -716,9 +695,7 @@ def checkpoints_near(path: Path, name: str) -> str:
     inside = arguments.is_directory(path)
     folder = path if inside else path.parent
     try:
-        names = sorted(
-            path.name for path in folder.iterdir() if arguments.is_file(path / name)
-        )
+        names = sorted(p.name for p in folder.iterdir() if arguments.is_file(p / name))
     except OSError:  # missing, or not readable
         names = []
     if not names:

@@ -18,9 +18,9 @@ import torch
 from blake3 import blake3
 
 from accelfn.base import arguments
-from accelfn.base.codec import MAX_DEPTH, Table, decode, encode, tensors_in
+from accelfn.base.codec import DTYPES, MAX_DEPTH, Table, decode, encode, tensors_in
 from accelfn.checkpoint import files
-from accelfn.checkpoint.files import DTYPES, File, bytes_in
+from accelfn.checkpoint.files import File, bytes_in
 from accelfn.checkpoint.slices import Slice, cover, of_copies
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 
@@ -246,19 +246,19 @@ def _data(value: Any, place: str, depth: int = MAX_DEPTH) -> None:
 def _units(value: Any, place: str) -> None:
     _expect(isinstance(value, dict), "a table", value, place)
     for name, tree in value.items():
-        is_unit = name in _UNITS or name.startswith("slots.")
+        is_unit = name in UNITS or name.startswith("slots.")
         _expect(is_unit, "a table of a state's fields", value, place)
-        _UNITS.get(name, _tree)(tree, _inside(place, name))
+        UNITS.get(name, _tree)(tree, _inside(place, name))
 
 
 def _all_units(value: Any, place: str) -> None:
     _units(value, place)
-    has_all = _UNITS.keys() <= value.keys()
-    _expect(has_all, f"a table of {', '.join(_UNITS)}", value, place)
+    has_all = UNITS.keys() <= value.keys()
+    _expect(has_all, f"a table of {', '.join(UNITS)}", value, place)
 
 
 _TENSORS = _record(dict=_table_of(_record(tensor=_TEXT)))
-_UNITS: dict[str, Rule] = {
+UNITS: dict[str, Rule] = {
     "params": _TENSORS,
     "buffers": _TENSORS,
     "opt_state": _record(
@@ -722,11 +722,9 @@ def _read_bytes(
             stream.seek(0)
             return stream.read()
     except FileNotFoundError as error:
-        lacks = (
-            f"it has no {NAME}"
-            if arguments.is_directory(folder)
-            else "there is no such directory"
-        )
+        lacks = "there is no such directory"
+        if arguments.is_directory(folder):
+            lacks = f"it has no {NAME}"
         hint = files.reader_of(folder) or files.checkpoints_near(folder, NAME)
         msg = f"{folder} has no checkpoint: {lacks}.{hint}"
         raise missing_error(msg) from error

@@ -297,10 +297,8 @@ def _renumber_copies(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     Some copies may be gone, and the numbers must not have gaps.
     """
     copies = sorted({rank["copy"] for rank in ranks if rank["copy"] is not None})
-    return [
-        {**rank, "copy": None if rank["copy"] is None else copies.index(rank["copy"])}
-        for rank in ranks
-    ]
+    numbers = {old: new for new, old in enumerate(copies)}
+    return [{**rank, "copy": numbers.get(rank["copy"])} for rank in ranks]
 
 
 def _fresh_state(state: TrainState, world: World) -> TrainState:

@@ -16,7 +16,7 @@ from accelfn.base.codec import ObjectState, Table, decode, encode, has_state
 from accelfn.base.tree import Pending, is_shard
 from accelfn.checkpoint import commit, files
 from accelfn.checkpoint.commit import Contents, Phase, Save
-from accelfn.checkpoint.manifest import MEMBER
+from accelfn.checkpoint.manifest import MEMBER, UNITS
 from accelfn.checkpoint.slices import Slice, slice_of
 from accelfn.collectives.packed import gather_text
 from accelfn.collectives.replicas import by_calls
@@ -31,16 +31,7 @@ from accelfn.world import World
 # The fields of a state that are saved, and their encoding as plain data and tensors.
 
 
-FIELDS = (
-    "params",
-    "buffers",
-    "opt_state",
-    "step",
-    "cursor",
-    "seed",
-    "num_skipped",
-    "slots",
-)
+FIELDS = (*UNITS, "slots")
 
 
 def fields_of(state: TrainState) -> dict[str, Any]:

@@ -14,19 +14,20 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self
 
 import attrs
 
 from accelfn.base import arguments
-from accelfn.base.arguments import (
-    advise,
-    as_path,
-    explain_call_errors,
-    hint_attributes,
-    is_integer,
-)
+from accelfn.base.arguments import advise, as_path, explain_call_errors, hint_attributes
 from accelfn.checkpoint import commit, files, manifest
+from accelfn.checkpoint.background import (
+    Buffers,
+    PendingSave,
+    Writing,
+    close_talk,
+    talk_directory,
+)
 from accelfn.checkpoint.commit import Contents, Lock, Phase, Save
 from accelfn.checkpoint.load import load
 from accelfn.checkpoint.save import (
@@ -49,22 +50,9 @@ from accelfn.errors import (
     PeerFailedError,
 )
 from accelfn.state.state import TrainState
-
-if TYPE_CHECKING:
-    from accelfn.world import World
-
-from accelfn.checkpoint.background import (
-    Buffers,
-    PendingSave,
-    Writing,
-    close_talk,
-    talk_directory,
-)
+from accelfn.world import World
 
 # Check the arguments of a store, before anything is written.
-
-
-Period: TypeAlias = int | timedelta
 
 
 def check_options(
@@ -72,7 +60,7 @@ def check_options(
 ) -> None:
     """Raise `ArgumentError` for invalid options of a store."""
     is_period = isinstance(every, timedelta) and every > timedelta()
-    if not (keep is None or is_integer(keep, 1)):
+    if not (keep is None or arguments.is_integer(keep, 1)):
         text = (
             f"keep={keep!r}): expected an integer of at least 1, or None to keep all."
         )
@@ -85,7 +73,7 @@ def check_options(
             f"best_is={best_is!r}): has no effect without keep_best=, the name of a metric"
             " that you pass to save. Pass keep_best= too, or leave out best_is=."
         )
-    elif not (every is None or is_integer(every, 1) or is_period):
+    elif not (every is None or arguments.is_integer(every, 1) or is_period):
         text = f"every={every!r}): expected a number of updates, a timedelta, or None."
     else:
         return
@@ -205,7 +193,7 @@ class Retention:
         except CheckpointError:
             discard(self.directory, step)
             raise
-        self._remove({step, *self._steps_to_keep()})
+        self._remove(self._steps_to_remove(step))
 
     def before(self) -> None:
         """Remove old checkpoints before the first save of this run.
@@ -214,10 +202,10 @@ class Retention:
 
         Cost: reads the newest checkpoint if there is a checkpoint to remove.
         """
-        to_keep = self._steps_to_keep()
-        if not self._steps_to_remove(to_keep):
+        to_remove = self._steps_to_remove()
+        if not to_remove:
             return
-        newest = self.directory / manifest.name_of(max(to_keep))
+        newest = manifest.checkpoints_in(self.directory).popitem()[1]
         try:
             manifest.verify(newest)
         except CheckpointError as error:
@@ -225,21 +213,17 @@ class Retention:
                 f"accelfn: no old checkpoint was removed, because {newest} is damaged: {error}\n"
             )
         else:
-            self._remove(to_keep)
+            self._remove(to_remove)
 
-    def _steps_to_keep(self) -> set[int]:
-        """Return the steps of the checkpoints to keep."""
+    def _steps_to_remove(self, *new: int) -> list[int]:
+        """Return the steps of the checkpoints to remove; keep those of `new` too."""
         steps = manifest.steps_in(self.directory)
-        to_keep = set(steps if self.keep is None else steps[-self.keep :])
+        to_keep = {*new, *(steps if self.keep is None else steps[-self.keep :])}
         if self.best is not None:
             to_keep.update(best_of(self.directory, self.best, self.best_is)[:1])
-        return to_keep
+        return [step for step in steps if step not in to_keep]
 
-    def _steps_to_remove(self, to_keep: set[int]) -> list[int]:
-        return [s for s in manifest.steps_in(self.directory) if s not in to_keep]
-
-    def _remove(self, to_keep: set[int]) -> None:
-        to_remove = self._steps_to_remove(to_keep)
+    def _remove(self, to_remove: Sequence[int]) -> None:
         if to_remove:
             self._say_no_best()
         for step in to_remove:
@@ -317,7 +301,7 @@ class CheckpointStore:
         keep_best: str | None = None,
         best_is: Literal["min", "max"] = "min",
         frozen: Literal["write", "hash"] = "write",
-        every: Period | None = None,
+        every: int | timedelta | None = None,
         async_: bool = True,
     ) -> None:
         """Create the directory, and check that this process can write to it."""
@@ -600,12 +584,12 @@ class CheckpointStore:
         if job.rank == 0:
             self._retention.after(job.step)
 
-    def _wait(self, world: "World | None") -> None:
+    def _wait(self, world: World | None) -> None:
         error = self._join_pending(world)
         if error is not None:
             raise self._with_newest(error) from error.__cause__
 
-    def _join_pending(self, now: "World | None" = None) -> CheckpointWriteError | None:
+    def _join_pending(self, now: World | None = None) -> CheckpointWriteError | None:
         """Wait for the pending save, and return its error, which is the same on all ranks.
 
         Args:
@@ -621,7 +605,7 @@ class CheckpointStore:
             self._release()
         return self._pending.rejoin(now, error)
 
-    def _steps_on_all(self, world: "World", step: int | None) -> list[int]:
+    def _steps_on_all(self, world: World, step: int | None) -> list[int]:
         """Return the steps that rank 0 finds in the directory; this is a collective.
 
         Raises:

@@ -184,9 +184,8 @@ class WeightedSum:
         if self.unit is self.weight or self.unit == self.weight:
             mean = own_number(self.amount) if self.weight else 0.0
         elif isinstance(self.weight, torch.Tensor):
-            nothing = self.weight == 0
             mean = torch.where(
-                nothing, 0, self.total / torch.where(nothing, 1, self.weight)
+                self.weight == 0, 0, self.total / never_zero(self.weight)
             )
         else:
             mean = self.total / self.weight if self.weight else 0.0
@@ -665,10 +664,9 @@ class Grads:
 
     def give_away(self) -> None:
         """Mark the gradients as used: from now on, all records of the same tensors raise."""
-        update = self.taken.update
-        text = (
-            _GIVEN if update is not None else _GIVEN.replace(" of update {update}", "")
-        )
+        update, text = self.taken.update, _GIVEN
+        if update is None:
+            text = text.replace(" of update {update}", "")
         self.taken.lease.end(GradsError, text, update=update or 0)
 
     def check_fit(

@@ -226,10 +226,9 @@ def move_layout(values: Values, before: Definition, definition: Definition) -> V
 def move_to_device(values: Values, definition: Definition) -> Values:
     """Move unsharded values to the world's device; shards stay where they are."""
     device = definition.world.device
-    params = {
-        n: p if is_shard(p) else p.to(device) for n, p in values["params"].items()
-    }
-    buffers = {name: buffer.to(device) for name, buffer in values["buffers"].items()}
+    params, buffers = values["params"], values["buffers"]
+    params = {n: p if is_shard(p) else p.to(device) for n, p in params.items()}
+    buffers = {name: buffer.to(device) for name, buffer in buffers.items()}
     # `params` is a plain dict here; an engine may keep values in another order
     opt_state = place_opt_state(
         values["opt_state"], params, definition.optimizer, definition.skeleton.module
@@ -612,9 +611,8 @@ class TrainState:
         definition, skeleton = self.definition, self.definition.skeleton
         names = trained_names(predicate, self._params, definition.optimizer, skeleton)
         if names == set(skeleton.trainable):
-            definition.cache.is_to_compare = (
-                True  # another rank may have chosen other names
-            )
+            # another rank may have chosen other names
+            definition.cache.is_to_compare = True
             return self
         new_definition = attrs.evolve(definition, skeleton=skeleton.training(names))
         return attrs.evolve(self, definition=new_definition)

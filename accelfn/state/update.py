@@ -353,9 +353,7 @@ def _chosen(
     name_or_index = where[0] if isinstance(where, tuple) and len(where) == 2 else None
     if isinstance(name_or_index, int) and 0 <= name_or_index < len(groups):
         return [name_or_index]
-    matching = [
-        i for i, group in enumerate(groups) if group.get("name") == name_or_index
-    ]
+    matching = [i for i, g in enumerate(groups) if g.get("name") == name_or_index]
     if name_or_index is None or not matching:
         names = [group.get("name", i) for i, group in enumerate(groups)]
         msg = (

@@ -270,9 +270,7 @@ def snapshot_model(
         with torch.no_grad():
             all_of_it = gather_full(params, state.world, label="af.snapshot_model")
             values = {name: copy_on_write(tensor) for name, tensor in all_of_it.items()}
-            buffers = {
-                name: copy_on_write(buffer) for name, buffer in state.buffers.items()
-            }
+            buffers = {n: copy_on_write(b) for n, b in state.buffers.items()}
         module = state.definition.skeleton.build(values, buffers)
     return module.eval().requires_grad_(requires_grad=False)
 
