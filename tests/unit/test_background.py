@@ -86,9 +86,10 @@ def test_who_speaks_last_as_patience_ends_has_spoken(tmp_path, monkeypatch):
     talk = talk_in(tmp_path, 1, patience=0.0)
     absent = iter([[0, 2], [], []])
     monkeypatch.setattr(Talk, "_absent", lambda _: next(absent))
-    monkeypatch.setattr(Talk, "_ranks", lambda _: [1])
     monkeypatch.setattr(Talk, "_given_up", lambda *_: "nobody was missing")
-    assert talk("write its file", "ok") == ["ok"]
+    for rank in (0, 2):
+        files.tell(talk_directory(talk.save.final) / f"1-{rank}", "ok")
+    assert talk("write its file", "ok") == ["ok"] * 3
 
 
 @pytest.mark.parametrize("text", ["rank 0 failed: ValueError: boom", ""])
