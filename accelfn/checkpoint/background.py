@@ -323,15 +323,20 @@ class PendingSave:
             failure.__cause__ = None if error is None else error.__cause__
         return failure
 
-    def abandon(self) -> CheckpointWriteError | None:
-        """End the save after a rank has failed; return its error if it has another cause.
+    def abandon(self, *, hurry: bool = True) -> CheckpointWriteError | None:
+        """Wait for the end of the save, without the other ranks; return its error.
 
-        Either the checkpoint is complete, or it does not exist and a line on stderr says so.
+        If another rank has failed, either the checkpoint is complete, or it does not exist and
+        a line on stderr says so.
+
+        Args:
+            hurry: whether another rank has failed.
         """
         writing, self.writing = self.writing, None
         if writing is None:
             return None
-        writing.hurry()
+        if hurry:
+            writing.hurry()
         error = writing.join()
         if isinstance(error, CheckpointWriteError):
             return error

@@ -49,7 +49,6 @@ from accelfn.errors import (
     DirectoryInUseError,
     PeerFailedError,
 )
-from accelfn.state.state import TrainState
 from accelfn.world import World
 
 # Check the arguments of a store, before anything is written.
@@ -410,7 +409,13 @@ class CheckpointStore:
         contents: dict[str, Contents] = {}
 
         def begin() -> str:
-            contents.update(self._collect_contents(job, states, numbers))
+            for name, member in states.items():
+                content = contents_of(member, self.frozen, metrics=numbers)
+                if self.async_:
+                    copies = self._buffers[name].copies_of(content.tensors)
+                    content = attrs.evolve(content, tensors=copies)
+                contents[name] = content
+            self._begin(job)
             return json.dumps(numbers)
 
         write = partial(self._write, job, contents)
@@ -511,32 +516,13 @@ class CheckpointStore:
         if kind is None:
             self.close()
             return
-        pending = self._pending
-        writing, pending.writing = pending.writing, None
-        if writing is not None:
-            if isinstance(error, PeerFailedError):
-                writing.hurry()
-            if (failure := writing.join()) is not None:
-                sys.stderr.write(f"accelfn: {failure}\n")
+        hurry = isinstance(error, PeerFailedError)
+        if (failure := self._pending.abandon(hurry=hurry)) is not None:
+            sys.stderr.write(f"accelfn: {failure}\n")
         self._release()
 
-    def _collect_contents(
-        self,
-        job: commit.Save,
-        states: Mapping[str, TrainState],
-        metrics: Mapping[str, float],
-    ) -> "dict[str, Contents]":
-        """Return the contents to write for each state, and create the directory for the files.
-
-        With `async_`, the contents have copies of the tensors in host memory.
-        """
-        contents: dict[str, Contents] = {}
-        for name, state in states.items():
-            content = contents_of(state, self.frozen, metrics=metrics)
-            if self.async_:
-                copies = self._buffers[name].copies_of(content.tensors)
-                content = attrs.evolve(content, tensors=copies)
-            contents[name] = content
+    def _begin(self, job: Save) -> None:
+        """On rank 0, lock the store's directory, and create the directories for the files."""
         if job.rank == 0:
             is_first = self._lock is None
             self._take_lock()
@@ -552,7 +538,6 @@ class CheckpointStore:
             if self.async_:
                 files.create(talk_directory(job.final))
         commit.begin(job)
-        return contents
 
     def _write(
         self, job: Save, contents: Mapping[str, Contents], exchange: commit.Exchange
