@@ -2,15 +2,7 @@
 """Read a checkpoint on any number of ranks: select files, reshard, and merge different values."""
 
 import contextlib
-from collections.abc import (
-    Callable,
-    Collection,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Self, cast
@@ -98,13 +90,10 @@ class Source:
 
     def _outline(self, name: str) -> torch.Tensor:
         spec = self.manifest.tensor(name, self.rank)
-        dtensor = self.sharded.get(name)
-        if dtensor is not None and (tuple(dtensor.shape), dtensor.dtype) == (
-            spec.shape,
-            spec.dtype,
-        ):
-            return dtensor
-        return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        meta = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        like = self.sharded.get(name, meta)
+        is_same = (like.shape, like.dtype) == (meta.shape, meta.dtype)
+        return like if is_same else meta
 
     @property
     def names(self) -> set[str]:
@@ -512,7 +501,7 @@ class Arrivals:
 
 
 def sendings(
-    manifest: Manifest, merging: AbstractSet[str], givers: Sequence[int]
+    manifest: Manifest, merging: AbstractSet[str], givers: Collection[int]
 ) -> Iterator[Sending | None]:
     """Yield all broadcasts in order, and None after each stage.
 

@@ -128,36 +128,31 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def claim(path: Path, text: str) -> bool:
-    """Write a small file atomically; return whether this process created it.
-
-    Returns: False if the file exists already.
-    """
+def claim(path: Path, text: str) -> None:
+    """Write a small file atomically; if it exists already, do nothing."""
     draft = path.with_name(f".tmp-{uuid.uuid4().hex}")
     try:
         write(draft, [text.encode()])
         try:
             os.link(draft, path)
         except FileExistsError:
-            return False
+            pass
         except OSError:
-            return _claim_unlinked(path, text)
+            _claim_unlinked(path, text)
     finally:
         with suppress(OSError):  # if this fails, the next save removes the draft
             remove(draft)
-    return True
 
 
-def _claim_unlinked(path: Path, text: str) -> bool:
+def _claim_unlinked(path: Path, text: str) -> None:
     """Write the file of `claim` on a file system without links; a crash may truncate it."""
     try:
         write(path, [text.encode()])
     except FileExistsError:
-        return False
+        pass
     except OSError:
         remove(path)
         raise
-    return True
 
 
 def withdraw(path: Path, text: str) -> bool:
@@ -352,15 +347,10 @@ class Entry:
     """
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] = attrs.field(converter=tuple)
     begin: int
     end: int
     blake3: str
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """Create the entry from the dict that `attrs.asdict` returns for it."""
-        return cls(**dict[str, Any](plain, shape=tuple(plain["shape"])))
 
     def empty(self) -> torch.Tensor:
         """Return an uninitialized tensor of this dtype and shape."""
@@ -390,7 +380,7 @@ class File:
         Raises:
             ValueError: an entry is not a valid tensor, or the tensors do not fill the file.
         """
-        tensors = {n: Entry.from_plain(row) for n, row in plain["tensors"].items()}
+        tensors = {n: Entry(**row) for n, row in plain["tensors"].items()}
         file = cls(plain["size"], plain["blake3"], plain["header_blake3"], tensors)
         at = min((tensor.begin for tensor in tensors.values()), default=file.size)
         if at > _LARGEST_HEADER:

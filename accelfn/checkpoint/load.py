@@ -108,6 +108,7 @@ def differences(
     current: Mapping[str, torch.Tensor],
     *,
     is_laid: bool = False,
+    are_tensors: bool = True,
 ) -> Differences:
     """Compare saved tensors with a state's tensors.
 
@@ -115,8 +116,9 @@ def differences(
         old: the saved tensors, by name.
         current: the state's tensors, by name.
         is_laid: whether a saved tensor must be a DTensor exactly if the state's tensor is.
+        are_tensors: whether the values are tensors. Otherwise only their names are compared.
     """
-    common = [name for name in current if name in old]
+    common = [name for name in current if name in old and are_tensors]
     shapes, dtypes = dict[str, str](), dict[str, str]()
     for name in common:
         was, now = old[name], current[name]
@@ -452,7 +454,9 @@ def load_fields(
                 loaded_names.append(field)
             continue
         entries = request.of(field, saved_fields[field])
-        diff = _compare_field(field, entries, _places(field, fields, entries, request))
+        places = _places(field, fields, entries, request)
+        are_tensors = field in ("params", "buffers")
+        diff = differences(entries, places, is_laid=True, are_tensors=are_tensors)
         if request.refuses(diff):
             errors.append(diff.describe(f"{folder}: {field}"))
             continue
@@ -537,17 +541,6 @@ def _places(
         named = {*fields["params"], *(n for n in entries if n.startswith("<group "))}
         places |= dict.fromkeys(named & entries.keys())
     return places
-
-
-def _compare_field(
-    field: str, entries: Mapping[str, Any], places: Mapping[str, Any]
-) -> Differences:
-    if field in ("params", "buffers"):
-        return differences(entries, places, is_laid=True)
-    return Differences(
-        missing=tuple(name for name in places if name not in entries),
-        unexpected=tuple(name for name in entries if name not in places),
-    )
 
 
 def kept_of(source: Source, state: TrainState) -> dict[str, torch.Tensor]:

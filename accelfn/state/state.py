@@ -189,13 +189,6 @@ def check_replicas_agree(
     )
 
 
-def cut_params(params: dict[str, torch.Tensor], layout: Any) -> dict[str, torch.Tensor]:
-    """Shard full parameters as a layout says; without a layout return them as they are."""
-    if layout is None:
-        return params
-    return {n: p if is_shard(p) else layout.cut(n, p) for n, p in params.items()}
-
-
 def move_layout(values: Values, before: Definition, definition: Definition) -> Values:
     """Reshard values from the layout of definition `before` to that of `definition`.
 
@@ -522,7 +515,10 @@ class TrainState:
         check_params(params, self._params, self.definition.skeleton.aliases)
         with own_modes(self.world.device):
             copies = {n: tree.clone(params[n]) for n in self._params}
-            copies = cut_params(copies, self.definition.layout)
+            layout = self.definition.layout
+            if layout is not None:
+                whole = {n: p for n, p in copies.items() if not is_shard(p)}
+                copies |= {n: layout.cut(n, p) for n, p in whole.items()}
         new_state = attrs.evolve(self, params=copies)
         return attrs.evolve(new_state, slots=restart_slots(self, new_state))
 
