@@ -229,10 +229,7 @@ def begin(save: Save) -> None:
     if save.rank:
         return
     if arguments.exists(save.final):
-        msg = (
-            f"{save.final} already exists. Save to a new directory, such as"
-            f" {save.final.name}-2."
-        )
+        msg = f"{save.final} already exists. Save to a new directory, such as {save.final.name}-2."
         raise CheckpointError(msg)
     files.remove(save.partial)
     files.create(save.partial)

@@ -363,8 +363,8 @@ def _call_merge(
         weights, slot = transform.merge(slots, state.world)
     except Exception as error:
         msg = (
-            f"{source.folder}: the transform {transform.name} could not merge the slots that"
-            f" the ranks saved: {error!r}."
+            f"{source.folder}: {transform.name} could not merge the slots that the ranks saved:"
+            f" {error!r}."
         )
         raise CheckpointError(msg) from error
     if len(weights) != len(slots):
@@ -390,9 +390,8 @@ def _merge_by_average(state: TrainState, source: Source) -> Source:
     if without or len(merging) != 1:
         msg = (
             f"{source.folder} was saved on {manifest.world_size} ranks that had different"
-            f" {', '.join(without or manifest.differs)}, and these cannot be averaged. Load it"
-            f" on {manifest.world_size} ranks with the saved setup and axes, or save when all"
-            " ranks have the same values."
+            f" {', '.join(without or manifest.differs)}, and these cannot be averaged. Load it on"
+            f" {manifest.world_size} ranks with the saved setup and axes, or save equal values."
         )
         raise CheckpointError(msg)
     (transform,) = merging

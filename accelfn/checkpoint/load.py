@@ -228,8 +228,7 @@ def check_values(state: TrainState, source: Source, allow: Sequence[str]) -> Non
             lines = "\n".join(f"  {row}" for row in some)
             msg = (
                 f"{where}: the saved {field} does not fit this state:\n{lines}\nCreate the state"
-                " with the saved options. To load it anyway, write"
-                f" af.load(..., allow=({field!r},))."
+                f" with the saved options, or load it with af.load(..., allow=({field!r},))."
             )
             raise CheckpointError(msg)
 
@@ -400,9 +399,9 @@ class Wanted:
         for name in self.only:
             field, dot, inside = name.partition(".")
             if field not in FIELDS or (dot and (field != "slots" or not inside)):
+                names = f"{FIELDS}, or one slot: 'slots.NAME'"
                 msg = (
-                    f"af.load_part(only={self.only!r}): expected names out of {FIELDS}, or one"
-                    ' slot, such as "slots.ema".'
+                    f"af.load_part(only={self.only!r}): expected names out of {names}."
                 )
                 raise ArgumentError(msg)
         for option, word, other in (
@@ -562,9 +561,8 @@ def kept_of(source: Source, state: TrainState) -> dict[str, torch.Tensor]:
         lacks = f" Missing: {list_names(absent)}." if absent else ""
         more = f" With other values: {list_names(differing)}." if differing else ""
         msg = (
-            f'{source.folder} was saved with frozen="hash", so the state must have the same'
-            f" frozen parameters already.{lacks}{more} Load their values into the model"
-            " first, with af.import_model."
+            f'{source.folder} was saved with frozen="hash", so the state must have the same frozen'
+            f" parameters.{lacks}{more} Load their values into the model with af.import_model."
         )
         raise CheckpointError(msg)
     return {n: clone_shards(p) if is_shard(p) else p.clone() for n, p in params.items()}

@@ -462,7 +462,7 @@ class Manifest:
             raise ValueError(msg)
         if self.trees["step"] != self.step:
             msg = (
-                f"its step is {self.step}, but its state has step {self.trees['step']}"
+                f"its step is {self.step}, but the state has step {self.trees['step']}"
             )
             raise ValueError(msg)
         per_rank = set(self.per_rank)

@@ -166,15 +166,12 @@ def _restore_lost(fresh: TrainState, restore: Restore, error: StateError) -> Tra
     result = restore(fresh)
     if not isinstance(result, TrainState):
         msg = (
-            f"af.regroup(state, restore={restore!r}): the function returned"
-            f" {type(result).__name__}; expected the loaded state. Pass store.restore, or"
-            " functools.partial(af.load, directory=...)."
+            f"af.regroup(state, restore={restore!r}) returned {type(result).__name__}; expected the"
+            " loaded state. Pass store.restore, or functools.partial(af.load, directory=...)."
         )
         raise ArgumentError(msg)
     if result is fresh or result.world is not fresh.world:
-        msg = (
-            f"{error} restore={restore!r} did not load a checkpoint into its argument."
-        )
+        msg = f"{error} {restore=!r} did not load a checkpoint into its argument."
         raise StateError(msg) from error
     return result
 
@@ -435,9 +432,8 @@ def _check(restore: object, state: TrainState) -> None:
     if why is not None:
         text = restore if callable(restore) else type(restore).__name__
         msg = (
-            f"af.regroup(state, restore={text}): cannot call restore(state): {why}. Pass a"
-            " function that loads a checkpoint into a state, such as the method restore of an"
-            " af.CheckpointStore."
+            f"af.regroup(state, restore={text}): cannot call restore(state): {why}. Pass a function"
+            " that loads a checkpoint into a state, such as restore of an af.CheckpointStore."
         )
         raise ArgumentError(msg)
 

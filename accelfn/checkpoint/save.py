@@ -87,9 +87,8 @@ def _with_objects(value: Any, current: Any, path: str) -> Any:
     if isinstance(value, ObjectState):
         if not has_state(current):
             msg = (
-                f"{path} was saved from an object with state_dict(), but this state has"
-                f" {type(current).__name__} there. Add such an object first, with"
-                " state = state.with_slot(name, object)."
+                f"{path} was saved from an object with state_dict(), but this state has a"
+                f" {type(current).__name__}. Write state = state.with_slot(name, object) first."
             )
             raise CheckpointError(msg)
         fresh: Any = copy.deepcopy(current)
@@ -103,11 +102,10 @@ def _with_objects(value: Any, current: Any, path: str) -> Any:
         inside = current if isinstance(current, Mapping) else {}
         return {k: _with_objects(v, inside.get(k), f"{path}.{k}") for k, v in items}
     if type(value) in (list, tuple):
-        sequence = cast("list[Any]", value)
-        inside = list(current) if isinstance(current, (list, tuple)) else []
-        inside += [None] * (len(sequence) - len(inside))
+        inside = dict(enumerate(current if isinstance(current, (list, tuple)) else ()))
         return type(value)(
-            _with_objects(v, inside[i], f"{path}[{i}]") for i, v in enumerate(sequence)
+            _with_objects(v, inside.get(i), f"{path}[{i}]")
+            for i, v in enumerate(cast("list[Any]", value))
         )
     if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
         return value.to(current.device)  # a slot of the user may be on the CPU
@@ -187,10 +185,8 @@ def states_of(call: str, value: object) -> tuple[TrainState, dict[str, TrainStat
         if isinstance(value, Mapping) and not (
             isinstance(name, str) and MEMBER.fullmatch(name)
         ):
-            msg = (
-                f"{call}: {name!r} is not a valid name for a state. Use only letters, digits,"
-                ' - and _, as in "generator".'
-            )
+            valid = 'Use only letters, digits, - and _, as in "generator".'
+            msg = f"{call}: {name!r} is not a valid name for a state. {valid}"
             raise ArgumentError(msg)
     for state in states.values():
         check_state(call, state)

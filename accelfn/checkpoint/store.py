@@ -60,9 +60,7 @@ def check_options(
     """Raise `ArgumentError` for invalid options of a store."""
     is_period = isinstance(every, timedelta) and every > timedelta()
     if not (keep is None or arguments.is_integer(keep, 1)):
-        text = (
-            f"keep={keep!r}): expected an integer of at least 1, or None to keep all."
-        )
+        text = f"{keep=!r}): expected an integer of at least 1, or None to keep all."
     elif not (keep_best is None or isinstance(keep_best, str)):
         text = f"keep_best={keep_best!r}): expected the name of a metric."
     elif best_is not in ("min", "max"):

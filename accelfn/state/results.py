@@ -70,17 +70,13 @@ class Loss:
     ) -> None:
         """Create a loss from a total, its weight, and further totals by name."""
         if not isinstance(total, torch.Tensor):
-            msg = (
-                f"af.Loss(total={total!r}): got {type(total).__name__}; expected a scalar"
-                " tensor with a gradient."
-            )
+            msg = f"af.Loss(total={total!r}): expected a scalar tensor with a gradient."
             raise LossError(msg)
         _check_weight("weight", weight)
         if isinstance(weight, torch.Tensor) and weight.requires_grad:
             msg = (
                 "af.Loss(weight=...): the weight requires a gradient, but must be a constant. Pass"
-                " weight.detach(), or divide in the loss function and return the mean without"
-                " af.Loss."
+                " weight.detach(), or return the mean without af.Loss."
             )
             raise LossError(msg)
         if "loss" in aux:
@@ -88,9 +84,7 @@ class Loss:
             raise LossError(msg)
         for name, entry in aux.items():
             if isinstance(entry, tuple) and len(cast("tuple[Any, ...]", entry)) != 2:
-                msg = (
-                    f"af.Loss({name}={entry!r}): expected a total, or (total, weight)."
-                )
+                msg = f"af.Loss({name}={entry!r}): expected a total or (total, weight)."
                 raise LossError(msg)
             amount, over = entry if isinstance(entry, tuple) else (entry, weight)
             _check_number(name, amount)
@@ -147,10 +141,7 @@ def _check_number(name: str, value: object) -> None:
         return
     tensor = isinstance(value, torch.Tensor)
     text = f"<{value.dtype}, shape {tuple(value.shape)}>" if tensor else repr(value)
-    msg = (
-        f"af.Loss({name}={text}): expected one real number: an int, a float, or a tensor with"
-        " one element."
-    )
+    msg = f"af.Loss({name}={text}): expected one real number, or a tensor with one element."
     raise LossError(msg)
 
 
@@ -754,9 +745,8 @@ class Grads:
         missing = sorted(self.as_taken.keys() - tensors.keys())
         if missing:
             msg = (
-                f"grads.with_sums: the tensors lack {', '.join(missing[:5])}, but this rank has"
-                " a gradient of these parameters, which would be lost. Pass their sums, or"
-                " zeros if that is intended."
+                f"grads.with_sums: the tensors lack {', '.join(missing[:5])}, so this rank's"
+                " gradients of these parameters would be lost. Pass their sums, or zeros."
             )
             raise GradsError(msg)
         info = attrs.evolve(

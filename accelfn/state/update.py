@@ -369,8 +369,5 @@ def _check_number(key: str, value: object, base: object) -> None:
     if not is_number(base) or isinstance(value, torch.Tensor):
         return
     if not is_number(value) or not math.isfinite(value):
-        msg = (
-            f"The method hyper of a transform returned {value!r} for {key!r}; expected a finite"
-            " number."
-        )
+        msg = f"A transform's hyper returned {value!r} for {key!r}; expected a finite number."
         raise OptimizerError(msg)
