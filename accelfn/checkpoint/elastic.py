@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self, TypeAlias, cast
 
 import attrs
 import torch
@@ -27,6 +27,9 @@ from accelfn.collectives.packed import broadcast_
 from accelfn.errors import CheckpointError
 from accelfn.state.state import TrainState
 from accelfn.world import World
+
+ByName: TypeAlias = Mapping[str, torch.Tensor]
+"""Tensors by name."""
 
 
 @attrs.frozen(kw_only=True)
@@ -57,10 +60,10 @@ class Source:
     verify: bool = True
     weights: tuple[float, ...] | None = None
     slots: Mapping[str, Any] = attrs.field(factory=dict)
-    sharded: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+    sharded: ByName = attrs.field(factory=dict)
     on_read: files.OnRead = files.ignore_progress
-    held: Mapping[str, Mapping[str, torch.Tensor]] | None = None
-    means: Mapping[str, torch.Tensor] | None = None
+    held: Mapping[str, ByName] | None = None
+    means: ByName | None = None
 
     @classmethod
     def at(cls, folder: Path) -> Self:
@@ -109,7 +112,7 @@ class Source:
     def tensors(self, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
         """Return tensors by name; a tensor is a DTensor if the state's tensor is a DTensor."""
         moving: AbstractSet[str] = frozenset()
-        means: Mapping[str, torch.Tensor] = {}
+        means: ByName = {}
         if self.weights is not None:
             moving = names & self.manifest.with_mean
             means = self.means
@@ -152,9 +155,7 @@ class Source:
         dtensor = self.sharded.get(name)
         return self.device if dtensor is None else local(dtensor).device
 
-    def _read_file(
-        self, file: str, names: AbstractSet[str]
-    ) -> Mapping[str, torch.Tensor]:
+    def _read_file(self, file: str, names: AbstractSet[str]) -> ByName:
         """Return tensors of a file: from `held` if they are in memory, else read to the host."""
         if self.held is not None:
             return {name: self.held[file][name] for name in names}
@@ -179,9 +180,7 @@ class Source:
         overlapping = {f: box for f, box in spec.parts.items() if target.within(box)}
         return _Plan(target, spec.dtype, overlapping)
 
-    def mean(
-        self, parts: Callable[[int], Iterable[Mapping[str, torch.Tensor]]]
-    ) -> dict[str, torch.Tensor]:
+    def mean(self, parts: Callable[[int], Iterable[ByName]]) -> dict[str, torch.Tensor]:
         """Return the weighted means of tensors over saved ranks (or copies of the model).
 
         Args:
@@ -294,9 +293,7 @@ def _names_in(trees: Mapping[str, Any]) -> set[str]:
     return {name for tree in trees.values() for name in tensors_in(tree)}
 
 
-def _sharded_tensors(
-    state: TrainState, manifest: Manifest
-) -> Mapping[str, torch.Tensor]:
+def _sharded_tensors(state: TrainState, manifest: Manifest) -> ByName:
     """Return the DTensors that show how to shard saved tensors, by the saved name.
 
     If the state does not have a saved tensor yet, such as an optimizer's moment before the
@@ -311,9 +308,7 @@ def _sharded_tensors(
     return {n: t for n, t in to_come.items() if n not in names} | tensors.sharded
 
 
-def _params_by_saved_name(
-    state: TrainState, manifest: Manifest
-) -> Mapping[str, torch.Tensor]:
+def _params_by_saved_name(state: TrainState, manifest: Manifest) -> ByName:
     """Return the parameter of each saved tensor that must be sharded like a parameter.
 
     Before its first update, a state has no optimizer state that would show the sharding.
@@ -416,7 +411,7 @@ def _slot(source: Source, name: str, rank: int) -> Any:
 # would wait for it. The rank reports its error in the next exchange of texts.
 
 
-Arrival = tuple[str, Mapping[str, torch.Tensor]]
+Arrival = tuple[str, ByName]
 """The name of the file that a save would have written, and some of its tensors."""
 Held = dict[str, dict[str, torch.Tensor]]
 """The tensors that this rank keeps in host memory, by file and name."""
@@ -450,7 +445,7 @@ class Arrivals:
     def __init__(
         self,
         sendings: Iterator[Sending | None],
-        tensors: Mapping[str, torch.Tensor],
+        tensors: ByName,
         world: World,
     ) -> None:
         """Initialize with the broadcasts of all stages, and this rank's tensors.
@@ -524,15 +519,12 @@ def sendings(
         yield None
 
 
-def receive(
-    state: TrainState, manifest: Manifest, where: str, arrivals: Arrivals
-) -> Source:
+def receive(state: TrainState, manifest: Manifest, arrivals: Arrivals) -> Source:
     """Receive all tensors, and return the source of the state that this rank loads.
 
     Args:
         state: the state to load into, in the new world.
         manifest: the manifest of the tensors that are sent.
-        where: the name of the source in errors.
         arrivals: the broadcasts.
 
     Raises:
@@ -540,6 +532,7 @@ def receive(
             sending ranks cannot be averaged.
     """
     by_file: Held = {}
+    where = f"the state of update {manifest.step}"
     source = attrs.evolve(unmerged_source(state, manifest, where), held=by_file)
     places = source.places(source.rank, source.names)
     if not is_compatible(state, source):
@@ -567,7 +560,7 @@ def _keep(
 
 def _completed_tensors(
     source: Source, rank: int, by_file: Held, arrivals: Iterator[Arrival]
-) -> Iterator[Mapping[str, torch.Tensor]]:
+) -> Iterator[ByName]:
     """Yield the tensors of a sending rank, each as soon as all of its slices have arrived.
 
     Afterwards the slices are dropped from `by_file`.

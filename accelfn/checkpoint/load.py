@@ -16,12 +16,12 @@ import torch
 from accelfn.base.arguments import advise, as_path, explain_call_errors, list_names
 from accelfn.base.codec import ObjectState, has_state
 from accelfn.base.tree import clone_shards, is_shard
+from accelfn.checkpoint import files
 from accelfn.checkpoint.commit import format_error
 from accelfn.checkpoint.elastic import Source, source_of
 from accelfn.checkpoint.manifest import (
     check_no_store,
     check_not_joint,
-    explain_removal,
     quote,
     read_manifest,
 )
@@ -658,11 +658,20 @@ def load(
         return source_of(states[name], manifest, folder / name, verify=verify)
 
     words = _several(allow)
-    with explain_removal(folder):
+    try:
         results = {
             name: restore_from(state, partial(open_source, name), words)
             for name, state in states.items()
         }
+    except (CheckpointCorruptError, FileNotFoundError) as error:
+        if files.is_there(folder):
+            raise
+        msg = (
+            f"{folder} was removed while it was loaded, because a running job removes the older"
+            " checkpoints of its store. Load the newest checkpoint:"
+            f" af.CheckpointStore({str(folder.parent)!r}).restore(state)."
+        )
+        raise CheckpointError(msg) from error
     return cast("States", results.get("", results))
 
 

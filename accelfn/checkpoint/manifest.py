@@ -7,8 +7,8 @@ Its second line has the digest of all the lines below.
 import json
 import re
 import reprlib
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeAlias, cast
@@ -822,26 +822,6 @@ def checkpoints_in(directory: Path) -> dict[int, Path]:
     if arguments.exists(directory / NAME):
         return {}
     return {step: directory / name_of(step) for step in steps_in(directory)}
-
-
-@contextmanager
-def explain_removal(folder: Path) -> Generator[None]:
-    """If the checkpoint was removed, replace an error in the block by one that says so.
-
-    Raises:
-        CheckpointError: the checkpoint was removed while the block read it.
-    """
-    try:
-        yield
-    except (CheckpointCorruptError, FileNotFoundError) as error:
-        if files.is_there(folder):
-            raise
-        msg = (
-            f"{folder} was removed while it was loaded, because a running job removes the older"
-            " checkpoints of its store. Load the newest checkpoint:"
-            f" af.CheckpointStore({str(folder.parent)!r}).restore(state)."
-        )
-        raise CheckpointError(msg) from error
 
 
 def verify(folder: Path) -> None:

@@ -127,21 +127,13 @@ def move(
             raise handover
         return _restore_lost(_all_begin(state, world, meeting), restore, handover)
     manifest, arrivals = handover
-    where = f"the state of update {manifest.step}"
     fresh = _all_begin(state, world, meeting)
 
     def take() -> TrainState:
         with arrivals.to_the_end():
-            return restore_from(
-                fresh, lambda: receive(fresh, manifest, where, arrivals)
-            )
+            return restore_from(fresh, lambda: receive(fresh, manifest, arrivals))
 
-    new_state, _ = _run_on_all(
-        "receive the state",
-        meeting,
-        take,
-        can_tell=lambda: not arrivals.is_broken,
-    )
+    new_state, _ = _run_on_all("receive the state", meeting, take, arrivals=arrivals)
     return new_state
 
 
@@ -200,7 +192,7 @@ def _run_on_all(
     act: Callable[[], T],
     describe: Callable[[T], str] = lambda _: "",
     *,
-    can_tell: Callable[[], bool] = lambda: True,
+    arrivals: Arrivals | None = None,
 ) -> tuple[T, list[str]]:
     """Run a phase on every rank; raise an error on every rank if it fails on one.
 
@@ -209,7 +201,7 @@ def _run_on_all(
         world: the ranks.
         act: does this rank's work.
         describe: turns this rank's result into a text for all ranks.
-        can_tell: returns whether this rank can still communicate after `act` has failed.
+        arrivals: the broadcasts in `act`, if any.
 
     Returns: this rank's result, and the texts of all ranks.
 
@@ -222,8 +214,8 @@ def _run_on_all(
         outcome = act()
         text = f"{Verdict.DONE} {describe(outcome)}"
     except Exception as error:
-        if not can_tell():
-            raise
+        if arrivals is not None and arrivals.is_broken:
+            raise  # this rank cannot communicate any longer
         outcome, text = error, f"{Verdict.FAILED} {commit.format_error(error)}"
     texts = gather_text(text, world, label=f"with_world: {task}")
     if isinstance(outcome, Exception):
@@ -306,7 +298,13 @@ def _fresh_state(state: TrainState, world: World) -> TrainState:
     definition = attrs.evolve(state.definition, world=world)
     owners = state.setup.owners["layout"]
     if world.device != state.world.device:
-        state = attrs.evolve(state, slots=_slots_on_device(state.slots, world.device))
+
+        def move_whole(leaf: Any) -> Any:
+            is_whole = isinstance(leaf, torch.Tensor) and not is_shard(leaf)
+            return leaf.to(world.device) if is_whole else leaf
+
+        slots = tree.tree_map(move_whole, dict(state.slots))
+        state = attrs.evolve(state, slots=slots)
     if not owners:
         return attrs.evolve(state, definition=definition)
     layout = definition.layout
@@ -331,16 +329,6 @@ def _fresh_state(state: TrainState, world: World) -> TrainState:
         lease=Lease(),
     )
     return fresh.with_setup(state.setup)
-
-
-def _slots_on_device(slots: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return slots with their tensors on a device; sharded tensors stay where they are."""
-
-    def copy_part(leaf: Any) -> Any:
-        is_whole = isinstance(leaf, torch.Tensor) and not is_shard(leaf)
-        return leaf.to(device) if is_whole else leaf
-
-    return tree.tree_map(copy_part, dict(slots))
 
 
 # `regroup`: after ranks have left or joined, continue in a world of all remaining and waiting

@@ -507,9 +507,7 @@ class CheckpointStore:
         """Return the store."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: object
-    ) -> None:
+    def __exit__(self, kind: object, error: object, _: object) -> None:
         """Close the store; after an error in the block, do not wait for other ranks."""
         if kind is None:
             self.close()
@@ -520,11 +518,14 @@ class CheckpointStore:
         self._release()
 
     def _begin(self, job: Save) -> None:
-        """On rank 0, lock the store's directory, and create the directories for the files."""
+        """On rank 0, lock and clean the store's directory, and create those for the files."""
         if job.rank == 0:
             is_first = self._lock is None
             self._take_lock()
-            self._remove_leftovers()
+            for path in self.directory.glob(".tmp-*"):
+                message = f"accelfn: removing {path}, left by an interrupted save\n"
+                sys.stderr.write(message)
+                files.remove(path)
             if is_first:
                 self._retention.before()
             if arguments.exists(job.final):
@@ -657,12 +658,6 @@ class CheckpointStore:
         if self._unlock is not None:
             self._unlock()
         self._lock = self._unlock = None
-
-    def _remove_leftovers(self) -> None:
-        """Remove temporary directories of interrupted saves; the caller must have the lock."""
-        for path in self.directory.glob(".tmp-*"):
-            sys.stderr.write(f"accelfn: removing {path}, left by an interrupted save\n")
-            files.remove(path)
 
     def _with_newest(
         self, error: CheckpointWriteError, more: str = ""
