@@ -209,41 +209,28 @@ class _Plan:
     parts: Mapping[str, Slice]
 
 
-def source_of(
-    state: TrainState, manifest: Manifest, folder: Path | str, *, verify: bool = True
-) -> Source:
+def source_of(state: TrainState, source: Source) -> Source:
     """Return the source that reads a checkpoint for this rank.
 
     Args:
         state: the state to load into.
-        manifest: the manifest of the checkpoint.
-        folder: the directory of the checkpoint.
-        verify: whether to compare digests.
+        source: the checkpoint.
 
     Raises:
         CheckpointError: the number of ranks changed, and values that differ between the saved
             ranks cannot be averaged.
     """
-    return with_merged_slots(
-        state, unmerged_source(state, manifest, folder, verify=verify)
-    )
+    return with_merged_slots(state, unmerged_source(state, source))
 
 
-def unmerged_source(
-    state: TrainState, manifest: Manifest, folder: Path | str, *, verify: bool = True
-) -> Source:
+def unmerged_source(state: TrainState, source: Source) -> Source:
     """Return what this rank reads of a checkpoint, without merging slots. Reads no file.
 
     The checkpoint may have one slot for each rank that saved it.
     """
-    world = state.world
-    source = Source(
-        folder=folder,
-        manifest=manifest,
-        device=str(world.device),
-        verify=verify,
-        sharded=_sharded_tensors(state, manifest),
-    )
+    world, manifest = state.world, source.manifest
+    sharded = _sharded_tensors(state, manifest)
+    source = attrs.evolve(source, device=str(world.device), sharded=sharded)
     is_per_rank = is_compatible(state, source) and manifest.differs
     return attrs.evolve(source, rank=world.rank if is_per_rank else 0)
 
@@ -533,7 +520,8 @@ def receive(state: TrainState, manifest: Manifest, arrivals: Arrivals) -> Source
     """
     by_file: Held = {}
     where = f"the state of update {manifest.step}"
-    source = attrs.evolve(unmerged_source(state, manifest, where), held=by_file)
+    source = Source(folder=where, manifest=manifest, held=by_file)
+    source = unmerged_source(state, source)
     places = source.places(source.rank, source.names)
     if not is_compatible(state, source):
         for rank in manifest.firsts:

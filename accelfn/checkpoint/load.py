@@ -18,7 +18,7 @@ from accelfn.base.codec import ObjectState, has_state
 from accelfn.base.tree import clone_shards, is_shard
 from accelfn.checkpoint import files
 from accelfn.checkpoint.commit import format_error
-from accelfn.checkpoint.elastic import Source, source_of
+from accelfn.checkpoint.elastic import ByName, Source, source_of
 from accelfn.checkpoint.manifest import (
     check_no_store,
     check_not_joint,
@@ -104,11 +104,7 @@ class Differences:
 
 
 def differences(
-    old: Mapping[str, torch.Tensor],
-    current: Mapping[str, torch.Tensor],
-    *,
-    is_laid: bool = False,
-    are_tensors: bool = True,
+    old: ByName, current: ByName, *, is_laid: bool = False, are_tensors: bool = True
 ) -> Differences:
     """Compare saved tensors with a state's tensors.
 
@@ -482,16 +478,14 @@ def load_fields(
     )
 
 
-def _restart_slots(
-    before: TrainState, after: TrainState, names: list[str]
-) -> TrainState:
+def _restart_slots(old: TrainState, new: TrainState, names: list[str]) -> TrainState:
     """Return the state after parameters were loaded, with new slots where possible.
 
     A slot that was not loaded, and that no step has changed, is created again from the new
     parameters. The next update checks that all ranks have the same parameters.
     """
     slot_names = {name.split(".")[1] for name in names if name.startswith("slots.")}
-    slots, going_on = reset_slots(before, after, kept=slot_names)
+    slots, going_on = reset_slots(old, new, kept=slot_names)
     if going_on:
         names_of = ", ".join(map(repr, going_on))
         advise(
@@ -500,8 +494,8 @@ def _restart_slots(
             " create them again: call state.with_setup(...) without these transforms, and then"
             " with them."
         )
-    after.definition.cache.is_to_compare = True  # compare ranks at the next update
-    return attrs.evolve(after, slots=slots)
+    new.definition.cache.is_to_compare = True  # compare ranks at the next update
+    return attrs.evolve(new, slots=slots)
 
 
 def convert_dtype(tensor: torch.Tensor, dtype: torch.dtype, place: str) -> torch.Tensor:
@@ -655,7 +649,8 @@ def load(
         check_no_store(folder)
         check_not_joint(folder)
         manifest = read_manifest(folder, name, names=states)
-        return source_of(states[name], manifest, folder / name, verify=verify)
+        source = Source(folder=folder / name, manifest=manifest, verify=verify)
+        return source_of(states[name], source)
 
     words = _several(allow)
     try:
@@ -751,7 +746,7 @@ def load_part(
 
     def read() -> tuple[Source, dict[str, Any]]:
         check_no_store(folder)
-        source = source_of(state, read_manifest(folder), folder, verify=verify)
+        source = source_of(state, attrs.evolve(Source.at(folder), verify=verify))
         if "opt_state" in request.only:
             check_optimizer(state, source)
         if "cursor" in request.only:

@@ -154,9 +154,7 @@ def carry_over(values: Values, before: Definition, after: Definition) -> Values:
     return values
 
 
-def check_replicas_agree(
-    values: Values, definition: Definition, new_setup: chain
-) -> None:
+def check_replicas_agree(values: Values, definition: Definition, setup: chain) -> None:
     """Raise unless ranks that trained independently have equal values.
 
     Buffers and the slots of the user may differ, and so may entries that differ by rank in the
@@ -165,19 +163,19 @@ def check_replicas_agree(
     Args:
         values: the values.
         definition: the definition under which the ranks trained independently.
-        new_setup: the setup under which they must have equal values.
+        setup: the setup under which they must have equal values.
 
     Raises:
         ReplicaMismatchError: the values differ.
     """
     (transform, *_) = (t for t in definition.setup if "apart" in facts_of(t))
-    names = {new.name for new in new_setup}
+    names = {new.name for new in setup}
     slots = {name: slot for name, slot in values["slots"].items() if name in names}
     check_same_values(
         {
             "params": values["params"],
             "opt_state": values["opt_state"],
-            "slots": shared_slots(slots, by_rank(new_setup)),
+            "slots": shared_slots(slots, by_rank(setup)),
         },
         definition.world,
         is_split=definition.layout is not None,

@@ -5,7 +5,7 @@ import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
 import torch
@@ -65,6 +65,8 @@ def _of_wholes(context: draws.seeded) -> Generator[None]:
         yield
 
 
+Kind: TypeAlias = type | tuple[type, ...]
+"""The second argument of `isinstance`."""
 _NONE = Grads({}, taken=GradInfo(divisor=0, update=0), reduced=True)
 
 
@@ -127,9 +129,7 @@ class Update:
         )
 
 
-def apply_readonly(
-    field: str, value: Any, update: Update, kind: type | tuple[type, ...]
-) -> Any:
+def apply_readonly(field: str, value: Any, update: Update, kind: Kind) -> Any:
     """Apply a method of all transforms to a value; the method must not change slots.
 
     Raises:
@@ -155,9 +155,7 @@ def set_slot(slots: Mapping[str, Any], name: str, slot: Any) -> Mapping[str, Any
     return {**slots, name: slot}
 
 
-def split_result(
-    owner: object, field: str, result: Any, kind: type | tuple[type, ...]
-) -> tuple[Any, Any]:
+def split_result(owner: object, field: str, result: Any, kind: Kind) -> tuple[Any, Any]:
     """Check the result of a transform's method, and return it: a pair of value and slot.
 
     Raises:
@@ -175,7 +173,7 @@ def split_result(
 
 
 def apply_transforms(
-    field: str, value: Any, update: Update, kind: type | tuple[type, ...]
+    field: str, value: Any, update: Update, kind: Kind
 ) -> tuple[Any, Update]:
     """Apply a method of all transforms to a value, from left to right.
 

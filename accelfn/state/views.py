@@ -206,9 +206,7 @@ def _places(module: nn.Module) -> dict[str, tuple[object, ...]]:
     return {n: (id(t), t.data_ptr(), t.shape, t.dtype) for n, t in tensors.items()}
 
 
-def _check_replaced(
-    module: nn.Module, places: Mapping[str, tuple[object, ...]]
-) -> None:
+def _check_replaced(module: nn.Module, old: Mapping[str, tuple[object, ...]]) -> None:
     """Raise if the block replaced tensors of the state by tensors of equal shape and dtype.
 
     If tensors have another shape or dtype, or were removed, the model was changed on purpose.
@@ -216,7 +214,7 @@ def _check_replaced(
     now = _places(module)
     replaced_names = [
         name
-        for name, was in places.items()
+        for name, was in old.items()
         if name in now and now[name] != was and now[name][2:] == was[2:]
     ]
     if replaced_names:
