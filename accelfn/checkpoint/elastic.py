@@ -115,11 +115,9 @@ class Source:
         means: ByName = {}
         if self.weights is not None:
             moving = names & self.manifest.with_mean
-            means = self.means
-            if means is None:
-                means = self.mean(lambda rank: [self.of_rank(rank, moving)])
-            means = {name: means[name] for name in moving}
-        tensors = {**self.of_rank(self.rank, names - moving), **means}
+            means = self.means or self.mean(lambda rank: [self.of_rank(rank, moving)])
+        tensors = self.of_rank(self.rank, names - moving)
+        tensors |= {name: means[name] for name in moving}
         dtensors = {n: t for n, t in self.sharded.items() if n in tensors}
         return tensors | {n: dtensor_like(tensors[n], t) for n, t in dtensors.items()}
 
