@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, Self, TypeAlias, cast
 
@@ -636,12 +636,10 @@ def read_into(stream: BinaryIO, buffer: memoryview) -> None:
     if threads > 1:
         size = -(-len(buffer) // threads)
         with ThreadPoolExecutor(threads, "accelfn-read") as pool:
-            reading = [
-                pool.submit(_read_at, handle, begin + at, buffer[at : at + size])
-                for at in range(0, len(buffer), size)
-            ]
-            for task in reading:
-                task.result()
+            begins = range(begin, begin + len(buffer), size)
+            pieces = _blocks(buffer, size)
+            # a list, because `map` raises an error of a thread only when its result is read
+            list(pool.map(_read_at, repeat(handle), begins, pieces))
     else:
         _read_at(handle, begin, buffer)
     stream.seek(begin + len(buffer))

@@ -70,7 +70,7 @@ class Loss:
     ) -> None:
         """Create a loss from a total, its weight, and further totals by name."""
         if not isinstance(total, torch.Tensor):
-            msg = f"af.Loss(total={total!r}): expected a scalar tensor with a gradient."
+            msg = f"af.Loss(total={total!r}): got {type(total).__name__}; expected a scalar tensor."
             raise LossError(msg)
         _check_weight("weight", weight)
         if isinstance(weight, torch.Tensor) and weight.requires_grad:
