@@ -265,15 +265,15 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
         exchange, Phase.DESCRIBE, lambda: _describe_states(save, contents)
     )
     ranks, filename = list(map(json.loads, descriptions)), rank_file(save.rank)
-    mine: dict[str, dict[str, torch.Tensor]] = {}
+    to_write: dict[str, dict[str, torch.Tensor]] = {}
     shared: dict[str, dict[str, Any]] = {}
     for name, content in contents.items():
         rows = [rank[name] for rank in ranks]
-        mine[name], shared[name] = divide_writes(content, rows, save.rank)
+        to_write[name], shared[name] = divide_writes(content, rows, save.rank)
 
     def write_files() -> str:
         records: dict[str, Any] = {}
-        for name, tensors in mine.items():
+        for name, tensors in to_write.items():
             path, step = save.partial / name / filename, contents[name].units["step"]
             metadata = {"format": "pt", "step": str(step), "rank": filename[5:10]}
             records[name] = attrs.asdict(write_file(path, tensors, metadata))
@@ -426,17 +426,19 @@ def _differing(
 ) -> tuple[tuple[str, ...], tuple[dict[str, Any], ...]]:
     """Return what differs between ranks: the names of tensors, and the trees of units."""
 
-    def own(kind: str) -> list[str]:
+    def different_names(kind: str) -> list[str]:
         names = dict.fromkeys(name for rank in ranks for name in rank[kind])
         first = ranks[0][kind]
         return [n for n in names if any(r[kind].get(n) != first.get(n) for r in ranks)]
 
-    own_units = own("units")
+    own_units = different_names("units")
     trees = [
         {unit: rank["units"][unit] for unit in own_units if unit in rank["units"]}
         for rank in ranks
     ]
-    per_rank = tuple(name for name in own("tensors") if name not in shardings)
+    per_rank = tuple(
+        name for name in different_names("tensors") if name not in shardings
+    )
     return per_rank, tuple(trees) if own_units else ()
 
 

@@ -227,8 +227,8 @@ def unmerged_source(state: TrainState, source: Source) -> Source:
     The checkpoint may have one slot for each rank that saved it.
     """
     world, manifest = state.world, source.manifest
-    sharded = _sharded_tensors(state, manifest)
-    source = attrs.evolve(source, device=str(world.device), sharded=sharded)
+    shards = _sharded_tensors(state, manifest)
+    source = attrs.evolve(source, device=str(world.device), sharded=shards)
     is_per_rank = is_compatible(state, source) and manifest.differs
     return attrs.evolve(source, rank=world.rank if is_per_rank else 0)
 

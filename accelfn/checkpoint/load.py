@@ -202,10 +202,10 @@ def check_values(state: TrainState, source: Source, allow: Sequence[str]) -> Non
     Raises:
         CheckpointError: types or shapes differ. The message lists the differences.
     """
-    fields, kept, where = source.outline(), source.manifest.kept, source.folder
-    if kept.keys() - state.params.keys():
+    fields, digests, where = source.outline(), source.manifest.kept, source.folder
+    if digests.keys() - state.params.keys():
         return  # `kept_of` raises an error that names these parameters
-    params = {n: p for n, p in state.params.items() if n not in kept}
+    params = {n: p for n, p in state.params.items() if n not in digests}
     for field, current in (("params", params), ("buffers", state.buffers)):
         diff = differences(fields[field], current, is_laid=True)
         if diff:

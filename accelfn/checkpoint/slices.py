@@ -53,12 +53,12 @@ class Slice:
 
         The result is None if the boxes do not overlap.
         """
-        own = zip(self.offset, self.size, strict=True)
-        others = zip(other.offset, other.size, strict=True)
+        rows = zip(self.offset, self.size, strict=True)
+        other_rows = zip(other.offset, other.size, strict=True)
         # for each dim, the first and the last index after this box's corner
         spans = [
             (max(b - a, 0), min(n, b + m - a))
-            for (a, n), (b, m) in zip(own, others, strict=True)
+            for (a, n), (b, m) in zip(rows, other_rows, strict=True)
         ]
         if any(end <= begin for begin, end in spans):
             return None

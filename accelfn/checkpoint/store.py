@@ -477,10 +477,10 @@ class CheckpointStore:
         while steps:
             chosen = steps[-1] if step is None else step
             folder = self.directory / manifest.name_of(chosen)
-            loaded: States | None = None
+            result: States | None = None
             failure, text = CheckpointError(), ""
             try:
-                loaded = load(state, folder, allow=allow)
+                result = load(state, folder, allow=allow)
             except CheckpointError as error:
                 failure, text = error, "" if files.is_there(folder) else "gone"
             texts = gather_text(text, world, label="store: restored")
@@ -488,8 +488,8 @@ class CheckpointStore:
                 steps = self._steps_on_all(world, step)
                 if steps and steps[-1] != chosen:
                     continue  # a running job has saved a newer checkpoint in the meantime
-            if loaded is not None:
-                return loaded
+            if result is not None:
+                return result
             older = [step for step in steps if step < chosen]
             if older and isinstance(failure, CheckpointCorruptError):
                 failure.add_note(self._how_to_continue(older))

@@ -207,11 +207,11 @@ def move_layout(values: Values, before: Definition, definition: Definition) -> V
     named = before.skeleton.module.named_parameters()
     shapes = {name: meta.shape for name, meta in named}
     with own_modes(world.device):
-        moved = {
+        fields = {
             field: layout.reshard_tree(values[field], layout_after, shapes, world)
             for field in ("params", "opt_state", "slots")
         }
-    return values | moved
+    return values | fields
 
 
 def move_to_device(values: Values, definition: Definition) -> Values:
@@ -515,8 +515,8 @@ class TrainState:
             copies = {n: tree.clone(params[n]) for n in self._params}
             layout = self.definition.layout
             if layout is not None:
-                whole = {n: p for n, p in copies.items() if not is_shard(p)}
-                copies |= {n: layout.cut(n, p) for n, p in whole.items()}
+                full_params = {n: p for n, p in copies.items() if not is_shard(p)}
+                copies |= {n: layout.cut(n, p) for n, p in full_params.items()}
         new_state = attrs.evolve(self, params=copies)
         return attrs.evolve(new_state, slots=restart_slots(self, new_state))
 

@@ -304,8 +304,8 @@ def next_hyper(state: "TrainState", slots: Mapping[str, Any]) -> Assignments:
 
     Inside a transform's `hyper`, return only the hyperparameters that were set so far.
     """
-    planned = state.definition.cache.planned
-    return _plan(Update(state=state, slots=slots))[0] if planned is None else planned
+    so_far = state.definition.cache.planned
+    return _plan(Update(state=state, slots=slots))[0] if so_far is None else so_far
 
 
 def next_rates(state: "TrainState", slots: Mapping[str, Any]) -> tuple[float, ...]:
