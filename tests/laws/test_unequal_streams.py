@@ -67,6 +67,9 @@ def check_sharded(ranks: list[list[af.Batch]], counts: list[int], case: Case) ->
         assert sum(weights) == update[0].num_samples <= max(case.batch_size, len(ranks))
         assert weights == [int((~batch.filler).sum()) for batch in update]
         assert any(weights)
+        for batch in update:
+            rows = sum(map(len, batch.micro_batches))
+            assert rows == len(batch.indices) == len(batch.filler)
 
 
 def check_resumed(found: list[af.Batch], expected: list[af.Batch]) -> None:

@@ -29,7 +29,7 @@ from torch import nn
 import accelfn as af
 from accelfn.testing import simulate
 from tests.internals import background, codec, files, manifest
-from tests.states import bits, values
+from tests.states import values
 
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 
@@ -71,29 +71,6 @@ def saved(tmp_path):
     """Return the directory of a saved state."""
     af.save(make(), tmp_path / "saved")
     return tmp_path / "saved"
-
-
-def slots():
-    whole = torch.arange(12.0).reshape(3, 4)
-    return {
-        "plain": {"a": 1, "b": "text", "c": None, "d": True, "e": [1, (2.5, "x")]},
-        "floats": [math.inf, -math.inf, math.nan, -0.0, 5e-324, 1e308],
-        "large": [2**31, 2**53 + 1, 2**63, -(2**100)],
-        "odd keys": {"": 1, "a/b": 2, "..": 3, "tensor": {"float": "inf"}, "é": 4},
-        "like codes": {"dict": {"tensor": "t00000"}},
-        "empty": {"dict": {}, "list": [], "tuple": (), "tensor": torch.empty(0, 3)},
-        "views": [whole[0], whole[1], whole],
-        "requires grad": torch.ones(2, requires_grad=True),
-    }
-
-
-@pytest.mark.parametrize("case", slots())
-def test_slots_of_any_kind(case, tmp_path):
-    """What a user keeps in a slot comes back as it was, containers and bits."""
-    value = slots()[case]
-    af.save(make().with_slot("mine", value), tmp_path / "saved")
-    loaded = af.load(fresh(), tmp_path / "saved")
-    assert bits(value) == bits(loaded.slots["mine"])
 
 
 UNSAVEABLE = {
@@ -189,14 +166,6 @@ def test_directory_below_a_file(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(af.errors.CheckpointError, match=r"step 2 was not saved.*begin"):
         af.save(make(), tmp_path / "file" / "saved")
-
-
-def test_leftover_of_an_interrupted_save(tmp_path):
-    """What an interrupted save left does not stand in the way."""
-    (tmp_path / ".tmp-saved").mkdir()
-    (tmp_path / ".tmp-saved" / "manifest.json").write_text("{")
-    af.save(make(), tmp_path / "saved")
-    assert values(make()) == values(af.load(fresh(), tmp_path / "saved"))
 
 
 # States that are saved together.

@@ -596,6 +596,7 @@ EMPTY = {
     "nested": {"a": {}, "b": [], "c": (), "d": [{}, ()]},
     "none": None,
     "many without a byte": [torch.empty(0, i) for i in range(4)],
+    "requires grad": torch.ones(2, requires_grad=True),
     "conjugate": torch.tensor([1 + 2j]).conj(),
     "negative": torch.tensor([1 + 2j]).conj().imag,
 }
@@ -698,7 +699,10 @@ def test_c17_without_values_of_its_own(tmp_path, async_):
 KEYS = st.one_of(
     st.text(st.characters(), max_size=20),
     st.sampled_from(
-        ["__metadata__", "", "a/b", "..", "<0>", "<1>", "a.b", "x" * 10_000]
+        [
+            *("__metadata__", "", "a/b", "..", "<0>", "<1>", "a.b", "x" * 10_000),
+            *("tensor", "dict", "float", "pairs"),
+        ]
     ),
     st.integers(-(2**70), 2**70),
 )
@@ -745,53 +749,6 @@ def parent_of(plain, path):
     for key in path[:-1]:
         plain = plain[key]
     return plain
-
-
-LARGE = st.sampled_from([-1, 2**31, 2**62, 2**63, 2**64, -(2**70), 10**30])
-JUNK = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-3, 9)
-    | LARGE
-    | st.floats()
-    | st.text(max_size=9),
-    lambda inside: (
-        st.lists(inside, max_size=3)
-        | st.dictionaries(
-            st.text(max_size=3)
-            | st.sampled_from(["tensor", "dict", "list", "float", "pairs"]),
-            inside,
-            max_size=2,
-        )
-    ),
-    max_leaves=6,
-)
-
-
-@given(st.data())
-def test_c20_any_node_replaced(tmp_path_factory, original_of_two, data):
-    """C20: with any node replaced or gone, a manifest is refused, or another state loads."""
-    plain = plain_of(original_of_two)
-    path = data.draw(st.sampled_from([p for p in nodes(plain) if p != ("blake3",)]))
-    parent = parent_of(plain, path)
-    others = st.sampled_from(list(nodes(plain))).map(
-        lambda p: parent_of(plain, p)[p[-1]]
-    )
-    if data.draw(st.integers(0, 5)):
-        parent[path[-1]] = json.loads(json.dumps(data.draw(JUNK | others)))
-    else:
-        del parent[path[-1]]
-    folder = tmp_path_factory.mktemp("junk") / "saved"
-    shutil.copytree(original_of_two, folder, copy_function=os.link)
-    (folder / MANIFEST).unlink()
-    (folder / MANIFEST).write_bytes(sealed(plain))
-    setup = af.chain(af.local_sgd(sync_every=2), af.ema(0.5))
-    for verify in (True, False):
-        try:
-            af.load(fresh(setup=setup), folder, verify=verify)
-        except af.errors.CheckpointError as error:
-            assert str(folder) in str(error)  # noqa: PT017 - either is right
-            assert len(str(error)) < 5000  # noqa: PT017
 
 
 FREE = {"data", "transforms", "optimizer", "persistent"}

@@ -7,8 +7,6 @@ import attrs
 import pytest
 import torch
 import torchdata.nodes
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -414,25 +412,6 @@ def test_a_loader_with_workers_is_not_read_by_workers():
         af.Data(loader, global_batch_size=2, num_workers=1)
 
 
-def test_a_rank_that_has_ended_stands_in():
-    """What it takes part with is filler throughout, and `gather_valid` leaves it out."""
-
-    def run(world):
-        data = af.Data(Plain(2 + 4 * world.rank), global_batch_size=4, sharded=True)
-        return [
-            (
-                batch.weights,
-                af.all_gather_valid(batch.value.reshape(-1), batch, world).tolist(),
-            )
-            for batch in read(data, world=world)
-        ]
-
-    first, second = simulate(2, run)
-    assert [weights for weights, _ in first] == [(2,), (0,), (0,)]
-    assert [kept for _, kept in first] == [[0, 1, 0, 1], [2, 3], [4, 5]]
-    assert [kept for _, kept in first] == [kept for _, kept in second]
-
-
 @pytest.mark.parametrize("kind", [KeyError, af.errors.DataError, MemoryError])
 def test_a_dispatched_stream_that_raises(kind):
     """Its error is rank 0's; the others are told of it, and wait for nothing."""
@@ -485,19 +464,6 @@ def test_a_stream_does_not_change_a_cursor():
     assert rest == flat(read(data, cursor=cursor)) == [[4, 5], [6, 7], [8, 9]]
 
 
-def test_a_stream_is_evaluated_from_its_beginning():
-    """However far it was read before, by an earlier evaluation or by the training."""
-    data = af.Data(Stateful(7), global_batch_size=3)
-    state = make(data)
-    for _ in range(2):
-        seen = [float(each) for each in af.predict(state, data, lambda _, x: x)]
-        assert seen == list(range(7))
-    batches = iter(af.batches(state))
-    next(batches)
-    seen = [float(each) for each in af.predict(state, data, lambda _, x: x)]
-    assert seen == list(range(7))
-
-
 class Turning(Plain):
     """Begins elsewhere in each epoch."""
 
@@ -519,46 +485,6 @@ def test_a_resumed_epoch_is_filled_from_its_own_beginning():
     for epoch in range(3):
         rest = flat(read(data, cursor=af.typing.Cursor(epoch, 3), epochs=3))
         assert rest == whole[3 * epoch + 1 :]
-
-
-@given(
-    counts=st.lists(st.integers(1, 7), min_size=1, max_size=3),
-    batch_size=st.integers(1, 6),
-    parts=st.integers(1, 3),
-    stateful=st.booleans(),
-    at=st.integers(0, 13),
-)
-@example(counts=[1, 6], batch_size=4, parts=2, stateful=True, at=1)
-@example(counts=[2, 1], batch_size=4, parts=2, stateful=False, at=0)
-@settings(max_examples=15)
-def test_a_rank_s_own_stream_goes_on_anywhere(counts, batch_size, parts, stateful, at):
-    """From any batch on come the very rest; rows, indices and filler are as many each."""
-    setup = af.chain(af.accumulate(num_micro_batches=parts), af.shard_data())
-
-    def each_rank(world, cursors=None):
-        stream = (Stateful if stateful else Plain)(counts[world.rank])
-        data = af.Data(stream, global_batch_size=batch_size, sharded=True, replay=True)
-        state = linear_state(data=data, world=world, setup=setup)
-        if cursors is not None:
-            state = attrs.evolve(state, cursor=cursors[world.rank])
-        return list(af.batches(state, until_epoch=2))
-
-    def kept(batch):
-        rows = torch.cat([each.reshape(-1) for each in batch.micro_batches])
-        assert len(rows) == len(batch.indices) == len(batch.filler)
-        assert sum(batch.weights) == int((~batch.filler).sum())
-        return batch.weights, rows[~torch.as_tensor(batch.filler)].tolist()
-
-    size = len(counts)
-    whole = simulate(size, each_rank).results
-    for count, batches in zip(counts, whole, strict=True):
-        rows = [row for batch in batches for row in kept(batch)[1]]
-        assert rows == [*range(count)] * 2
-    done = at % len(whole[0])
-    cursors = [batches[done].cursor for batches in whole]
-    rest = simulate(size, lambda world: each_rank(world, cursors)).results
-    for batches, found in zip(whole, rest, strict=True):
-        assert [*map(kept, found)] == [*map(kept, batches[done + 1 :])]
 
 
 def test_a_worker_that_had_ended_reads_nothing_after_a_resume():

@@ -262,15 +262,6 @@ def test_between_predictions_the_caller_is_himself():
     assert expected == drawn
 
 
-def test_predictions_left_early():
-    """Predictions that are not read to the end leave no mode behind."""
-    predictions = af.predict(make(), data(), outputs)
-    next(predictions)
-    assert torch.is_grad_enabled()
-    predictions.close()
-    assert torch.is_grad_enabled()
-
-
 def test_predictions_of_a_state_donated_meanwhile():
     """Where a step takes the state between two predictions, the next is refused."""
     state = make()

@@ -50,8 +50,7 @@ def plain(value):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("remainder", ["short", "pad", "drop"])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("shards", [True, False])
+@pytest.mark.parametrize(("num_micro_batches", "shards"), [(1, False), (3, True)])
 def test_each_sample_once_on_any_world(kind, remainder, num_micro_batches, shards):
     """Every rank of every world has what one process has, in the batch's order."""
     see = KINDS[kind]

@@ -105,18 +105,15 @@ def seeded():
         return net()
 
 
-def by_hand(make, parts, scheduler=None):
+def by_hand(make, parts):
     """Return the parameters of a hand-written loop after each update."""
     model = seeded()
     optimizer = make(list(model.named_parameters()))
-    schedule = scheduler(optimizer) if scheduler else None
     history = []
     for part in parts:
         optimizer.zero_grad()
         loss(model, part).backward()
         optimizer.step()
-        if schedule:
-            schedule.step()
         history.append(bits(dict(model.named_parameters())))
     return history
 
@@ -167,18 +164,6 @@ def test_numbers_of_groups_are_in_the_state():
         state, _ = STEP(state, part)
     assert state.opt_state["0.bias"] == {"age": 2, "ages": [1, 2]}
     assert state.opt_state["<group 0>"] == {"num_updates": 2}
-
-
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "tensor lr"])
-def test_schedules_multiply_the_rate(name):
-    """A schedule is bitwise torch's LambdaLR, with a tensor as the rate too."""
-    factor = lambda step: 1 / (1 + step)  # noqa: E731
-    state = create(OPTIMIZERS[name], schedule=factor)
-    for part in PARTS:
-        state, _ = STEP(state, part)
-    scheduler = partial(optim.lr_scheduler.LambdaLR, lr_lambda=factor)
-    expected = by_hand(OPTIMIZERS[name], PARTS, scheduler)[-1]
-    assert expected == bits(state.params)
 
 
 # Ready optimizers.

@@ -127,19 +127,6 @@ def test_records_that_share_tensors_go_together(kin, first):
             _ = record.params
 
 
-def test_tensors_of_another_state():
-    """A state that takes another's parameters never changes them behind its back."""
-    first, second = make(seed=0), make(seed=1)
-    before = values(first)["params"]
-    second = second.with_params(first.params)
-    STEP(second, X)
-    try:
-        after = values(first)["params"]
-    except af.errors.StateDonatedError:
-        return
-    assert before == after
-
-
 def test_seen_though_donated():
     """What a donated state was is still shown, and what is no tensor still read."""
     state = make()
@@ -358,21 +345,3 @@ def test_a_copy_keeps_what_is_one_tensor():
     assert one is not two
     two.seen[0].append(1)
     assert one.seen == [[0]]
-
-
-# What an old state knows.
-
-
-def test_every_state_of_a_training_knows_the_newest():
-    """Any that came before gives the one that was returned last; of a copy, the copy's own."""
-    states = [make(data=None)]
-    other = STEP(states[0].copy(), X[:4])[0]
-    aside, _ = STEP(states[0], X[:4], donate=False)
-    for _ in range(3):
-        states.append(STEP(states[-1], X)[0])
-    newest = values(states[-1])
-    for each in states:
-        assert af.salvage(each) is states[-1]
-    for each in (other, aside):
-        assert af.salvage(each) is each
-    assert values(af.salvage(states[0])) == newest != values(other)

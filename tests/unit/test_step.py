@@ -3,7 +3,6 @@
 
 import gc
 import re
-import warnings
 import weakref
 from functools import partial
 
@@ -294,24 +293,6 @@ def test_an_error_of_a_batch_that_is_here_is_torchs_own():
     assert type(caught.value) is RuntimeError
 
 
-def test_gradients_are_given_away_once():
-    """Gradients applied to one fork are not applied to another as something else."""
-    compute = af.value_and_grad(loss)
-    state = make()
-    fork, witness = state.copy(), state.copy()
-    _, grads = compute(state, X)
-    _, grads = compute(state, X[:4], into=grads)
-    _, again = compute(witness, X)
-    _, again = compute(witness, X[:4], into=again)
-    expected = values(af.apply_grads(witness, again))["params"]
-    assert expected == values(af.apply_grads(state, grads))["params"]
-    try:
-        after = af.apply_grads(fork, grads)
-    except af.errors.Error:
-        return
-    assert expected == values(after)["params"]
-
-
 def test_gradients_that_were_added_to_are_given_away():
     """Gradients that others were added to are not theirs any more."""
     compute = af.value_and_grad(loss)
@@ -446,14 +427,6 @@ def test_finalize_without_debts_gives_the_state():
     """A setup that owes nothing leaves the state usable."""
     state = make("rich")
     assert values(state) == values(af.finalize(state))
-
-
-def test_steps_warn_of_nothing():
-    """A step raises no warning."""
-    state = make("rich")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        STEP(state, [X[:4], X[4:]])
 
 
 class Records(TorchDispatchMode):
