@@ -432,7 +432,8 @@ def _first_places(state: TrainState) -> dict[str, str]:
 # The saved fields of a state as a flat dict by path, and the first difference of two dicts.
 
 
-_BITWISE = Comparison(bitwise=True, sides=("one", "the other"))
+BITWISE = Comparison(bitwise=True, sides=("one", "the other"))
+"""A comparison of types and bits, without a tolerance."""
 
 
 def entries(state: TrainState, *, gather: bool = False) -> dict[str, Any]:
@@ -454,7 +455,7 @@ def entries(state: TrainState, *, gather: bool = False) -> dict[str, Any]:
 
 def first_difference(one: Mapping[str, Any], two: Mapping[str, Any]) -> str | None:
     """Return the path and values of the first bitwise difference of two dicts, or None."""
-    diffs = _BITWISE.by_name(one, two)
+    diffs = BITWISE.by_name(one, two)
     return str(next(iter(diffs.values()))[0]) if diffs else None
 
 

@@ -3,14 +3,12 @@
 
 import os
 import pickle
-import random
-import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import attrs
 import cloudpickle
@@ -30,23 +28,19 @@ from accelfn import (
     report_metric,
     save,
 )
-from accelfn.plug import devices, tree
+from accelfn.plug import devices, draws, tree
 from accelfn.plug import transform as contract
 from accelfn.testing.comparing import Comparison, entries, first_difference
 from accelfn.testing.processes import Pool
 from accelfn.testing.rank import pack
 from accelfn.testing.simulate import simulate
 
+T = TypeVar("T")
 History: TypeAlias = list[Mapping[str, Any]]
 """The values of the states and metrics after each update, and at the end."""
 States: TypeAlias = Any
 """A TrainState, or a tree of them."""
 Advance: TypeAlias = Callable[[States, int, int], Iterator[tuple[States, Any]]]
-
-
-def _nothing(states: States) -> Mapping[str, Any]:
-    del states
-    return {}
 
 
 @attrs.frozen(kw_only=True)
@@ -75,10 +69,9 @@ class Subject:
     start: Callable[[World], States]
     advance: Advance
     begin: Callable[[World, Any], States] | None = None
-    end: Callable[[States], Mapping[str, Any]] = _nothing
+    end: Callable[[States], Mapping[str, Any]] = lambda _: {}
     splits: bool = False
     num_cuts: int | None = None
-    _kept: list[list[History]] = attrs.field(init=False, factory=list, repr=False)
 
     @property
     def cuts(self) -> Sequence[int]:
@@ -92,12 +85,10 @@ class Subject:
         chosen = {between[len(between) * i // count] for i in range(count)}
         return [0, *sorted(chosen), *cuts[-3:]]
 
-    @property
+    @cached_property
     def plain(self) -> list[History]:
         """Each rank's history without interruption. The run happens at the first access."""
-        if not self._kept:
-            self._kept.append(self.histories())
-        return self._kept[0]
+        return self.histories()
 
     def within(self, setup: Any) -> "Subject":
         """Return the same training run with another setup."""
@@ -109,15 +100,13 @@ class Subject:
 
         return attrs.evolve(self, start=start)
 
-    def histories(
-        self, *, seed: int = 0, schedule: Sequence[int] = ()
-    ) -> list[History]:
+    def histories(self, **options: Any) -> list[History]:
         """Run without interruption, and return each rank's history."""
 
         def rank(world: World) -> History:
             return self._run(self.start(world), 0, self.updates)
 
-        return list(self._simulation(rank, seed=seed, schedule=schedule))
+        return self._on_ranks(rank, **options)
 
     def run_cut(self, at: int, folder: Path) -> list[History]:
         """Save and load the run after `at` updates, and return each rank's history."""
@@ -129,16 +118,12 @@ class Subject:
         """Run the first `at` updates, save the states, and return each rank's history."""
 
         def rank(world: World) -> History:
-            states = self.start(world)
-            history: History = []
-            for after, metrics in self.advance(states, 0, at):
-                states = after
-                history.append(state_contents(states, metrics))
+            states, history = self._train(self.start(world), 0, at)
             for name, state in leaves(states):
                 save(state, folder / name)
             return history
 
-        return list(self._simulation(rank))
+        return self._on_ranks(rank)
 
     def resume_from(self, at: int, folder: Path) -> list[History]:
         """Load the states after `at` updates, run the other updates, and return the histories."""
@@ -149,7 +134,7 @@ class Subject:
             states = tree.tree_map(lambda new: load(new, next(paths)), start)
             return self._run(states, at, self.updates - at)
 
-        return list(self._simulation(rank))
+        return self._on_ranks(rank)
 
     def fork(self) -> list[History]:
         """Copy the states twice after update 1, and return each rank's history of one copy.
@@ -158,10 +143,7 @@ class Subject:
         """
 
         def rank(world: World) -> History:
-            states, history = self.start(world), list[Mapping[str, Any]]()
-            for after, metrics in self.advance(states, 0, 1):
-                states = after
-                history.append(state_contents(states, metrics))
+            states, history = self._train(self.start(world), 0, 1)
             copies = [tree.tree_map(fork, states) for fork in (TrainState.copy, _twin)]
             run, twin = (self.advance(copy, 1, self.updates - 1) for copy in copies)
             for after, metrics in run:
@@ -169,18 +151,23 @@ class Subject:
                 history.append(state_contents(after, metrics))
             return history
 
-        return list(self._simulation(rank))
+        return self._on_ranks(rank)
 
-    @property
-    def _simulation(self) -> Callable[..., Sequence[Any]]:
-        return partial(simulate, self.size, sums="ring")
+    def _on_ranks(self, rank: Callable[[World], T], **options: Any) -> list[T]:
+        return list(simulate(self.size, rank, sums="ring", **options))
 
     def _run(self, states: States, offset: int, number: int) -> History:
+        states, history = self._train(states, offset, number)
+        return [*history, {**state_contents(states, {}), **self.end(states)}]
+
+    def _train(
+        self, states: States, offset: int, number: int
+    ) -> tuple[States, History]:
         history: History = []
         for after, metrics in self.advance(states, offset, number):
             states = after
             history.append(state_contents(states, metrics))
-        return [*history, {**state_contents(states, {}), **self.end(states)}]
+        return states, history
 
 
 OWN = "own "
@@ -244,9 +231,8 @@ _DRAW = (
 
 def memory_in_state(subject: Subject) -> str | None:
     """Two runs from the same states give the same results."""
-    again = subject.histories()
-    broken = differ(subject.plain, again, "two runs from the same state")
-    return f"{broken} {REMEMBER}" if broken else None
+    runs = "two runs from the same state"
+    return differ(subject.plain, subject.histories(), runs, REMEMBER)
 
 
 def trains(subject: Subject) -> str | None:
@@ -281,8 +267,7 @@ def forks_apart(subject: Subject) -> str | None:
     """A copy of the states that trains in turns with another copy gives the same results."""
     plain = [history[:-1] for history in subject.plain]
     runs = "a run, and its copy that trained in turns with another copy,"
-    broken = differ(plain, subject.fork(), runs)
-    return f"{broken} {REMEMBER}" if broken else None
+    return differ(plain, subject.fork(), runs, REMEMBER)
 
 
 def leaves_settings(subject: Subject) -> str | None:
@@ -296,17 +281,11 @@ def leaves_settings(subject: Subject) -> str | None:
                 return f"it changed {name} to {get()} for the whole process."
         return None
 
-    with _settings_as_tried():  # once, because all ranks share the settings
-        return next(filter(None, simulate(subject.size, rank)), None)
-
-
-@contextmanager
-def _settings_as_tried() -> Generator[None]:
     before = {name: get() for name, (get, _, _) in _SETTINGS.items()}
-    try:
+    try:  # set the settings once, because all ranks share them
         for _, write, value in _SETTINGS.values():
             write(value)
-        yield
+        return next(filter(None, simulate(subject.size, rank)), None)
     finally:
         for name, (_, write, _) in _SETTINGS.items():
             write(before[name])
@@ -319,29 +298,34 @@ def no_environment(subject: Subject) -> str | None:
         text = " ".join(f"{name}={value}" for name, value in values.items())
         with _environment(values):
             how = f"with {text or 'no RANK'} in the environment"
-            broken = _attempt(plain, subject.histories, how)
+            advice = "Read the rank from the world, not from the environment."
+            broken = _attempt(plain, subject.histories, how, advice)
         if broken:
-            return f"{broken} Read the rank from the world, not from the environment."
+            return broken
     return None
 
 
 def own_randomness(subject: Subject) -> str | None:
     """The run neither reads nor advances the process's random generators."""
     how = "with the process's random generators seeded differently"
-    broken = _attempt(subject.plain, partial(subject.histories, seed=1), how)
+    broken = _attempt(subject.plain, partial(subject.histories, seed=1), how, _DRAW)
     if broken:
-        return f"{broken} {_DRAW}"
+        return broken
 
-    def rank(world: World) -> list[str]:
+    def rank(world: World) -> str | None:
         states = subject.start(world)
-        before = _generators()
+        before = draws.generator_states(torch.device("cpu"))
         for _ in subject.advance(states, 0, 2):
             pass
-        after = _generators()
-        return [name for name in before if before[name] != after[name]]
+        after = draws.generator_states(torch.device("cpu"))
+        for name, *pair in zip(
+            ("torch", "Python", "numpy"), before, after, strict=True
+        ):
+            if pair[0] != pair[1]:
+                return f"it advanced {name}'s global generator. {_DRAW}"
+        return None
 
-    rngs = [name for names in simulate(subject.size, rank) for name in names]
-    return f"it advanced {rngs[0]}'s global generator. {_DRAW}" if rngs else None
+    return next(filter(None, simulate(subject.size, rank)), None)
 
 
 def any_schedule(subject: Subject) -> str | None:
@@ -381,9 +365,10 @@ def resumes(subject: Subject) -> str | None:
     for at in subject.cuts:
         with tempfile.TemporaryDirectory() as folder:
             rerun = partial(subject.run_cut, at, Path(folder))
-            broken = _attempt(plain, rerun, f"saved and loaded after {at} updates")
+            how = f"saved and loaded after {at} updates"
+            broken = _attempt(plain, rerun, how, REMEMBER)
         if broken:
-            return f"{broken} {REMEMBER}"
+            return broken
     return None
 
 
@@ -414,17 +399,21 @@ def first_broken(law: Law, subjects: Sequence[Subject]) -> str | None:
     return None
 
 
-def differ(one: Histories, two: Histories, runs: str) -> str | None:
+def differ(one: Histories, two: Histories, runs: str, advice: str = "") -> str | None:
     """Return a text on the first difference of two runs, or None if they are equal."""
     for rank, (history, other) in enumerate(zip(one, two, strict=True)):
         for update, pair in enumerate(zip(history, other, strict=True), start=1):
             broken = first_difference(*pair)
             if broken:
-                where = (
-                    "at the end" if update == len(history) else f"after update {update}"
-                )
-                return f"{runs} differ {where} on rank {rank}: {broken}."
+                where = moment(update, history)
+                text = f"{runs} differ {where} on rank {rank}: {broken}. {advice}"
+                return text.rstrip()
     return None
+
+
+def moment(update: int, history: Sequence[object]) -> str:
+    """Return a text for the moment of an entry of a history, counted from 1."""
+    return "at the end" if update == len(history) else f"after update {update}"
 
 
 _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
@@ -471,16 +460,6 @@ def _environment(values: Mapping[str, str]) -> Generator[None]:
         os.environ.update(before)
 
 
-def _generators() -> dict[str, Any]:
-    states: dict[str, Any] = {
-        "torch": torch.default_generator.get_state().tolist(),
-        "Python": random.getstate(),
-    }
-    if "numpy" in sys.modules:
-        states["numpy"] = repr(sys.modules["numpy"].random.get_state(legacy=False))
-    return states
-
-
 def _replicated_entries(contents: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that must be equal on all ranks.
 
@@ -496,14 +475,16 @@ def _replicated_entries(contents: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attempt(
-    plain: Sequence[History], again: Callable[[], Sequence[History]], how: str
+    plain: Histories, again: Callable[[], Histories], how: str, advice: str = ""
 ) -> str | None:
     """Return how a second run differs from the first, or which error it raised; or None."""
     try:
         other = again()
     except Exception as error:  # noqa: BLE001 - the plain run raised nothing
-        return f"{how}, the run raised {type(error).__name__}: {error}"
-    return differ(plain, other, f"a run, and the same run {how},")
+        return (
+            f"{how}, the run raised {type(error).__name__}: {error} {advice}".rstrip()
+        )
+    return differ(plain, other, f"a run, and the same run {how},", advice)
 
 
 # Small training problems that the laws train.
@@ -639,16 +620,8 @@ PROBLEMS = (
 _SECONDS = 600.0
 
 
-def freeze(function: Callable[..., Any]) -> bytes:
-    """Pickle a function for a new process.
-
-    Functions and classes of importable modules are pickled by name, others with their code.
-    """
-    return cloudpickle.dumps(function)
-
-
 def call_anew(frozen: bytes, *args: Any) -> Any:
-    """Call a function that `freeze` pickled in a new process, and return the result.
+    """Call a function that `cloudpickle` pickled in a new process, and return the result.
 
     Raises:
         RankError: the function raised, or the process cannot import it.

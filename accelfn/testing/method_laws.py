@@ -33,11 +33,7 @@ from accelfn.errors import CompositionError, GradsError
 from accelfn.plug import GradInfo, tree
 from accelfn.plug import transform as contract
 from accelfn.plug import update as moment
-from accelfn.testing.comparing import (
-    entries,
-    first_difference,
-    leaves,
-)
+from accelfn.testing.comparing import BITWISE, entries, first_difference, leaves
 from accelfn.testing.laws import (
     NEARLY_EQUAL,
     Around,
@@ -66,18 +62,19 @@ def watch_inputs(transform: Any, report: Report) -> Any:
     """
 
     def watch(field: str, owner: str, function: Any, *args: Any, **named: Any) -> Any:
-        keep = _copy_inputs(args, owner=owner, field=field)
+        inputs: dict[str, torch.Tensor] = {}
+        for value in args:
+            inputs |= _protected_tensors(value, owner=owner, field=field)
+        before = tree.clone(inputs)
         result = function(*args, **named)
-        for name in keep():
+        for name in BITWISE.by_name(before, inputs):
             report(f"{transform!r}.{field} changed {name} in place. {_NEW}")
         return result
 
     def call(field: str, method: Any, self: Any, *args: Any) -> Any:
         return watch(field, self.name, partial(method, self), *args)
 
-    def wrap(
-        field: str, method: Any, self: Any, inner: Callable[..., Any], *args: Any
-    ) -> Any:
+    def wrap(field: str, method: Any, self: Any, inner: Any, *args: Any) -> Any:
         outer, slot = method(self, inner, *args)
         return partial(watch, field, "", outer), slot
 
@@ -106,9 +103,7 @@ def intercept(transform: Any, fields: Iterable[str], call: Callable[..., Any]) -
         return call_method
 
     members = {field: getattr(kind, field, None) for field in fields}
-    methods = {
-        field: method_of(field, m) for field, m in members.items() if callable(m)
-    }
+    methods = {name: method_of(name, m) for name, m in members.items() if callable(m)}
     return with_methods(transform, methods)
 
 
@@ -118,29 +113,20 @@ _METHODS = (
 )
 
 
-def _copy_inputs(
-    args: Iterable[Any], *, owner: str, field: str
-) -> Callable[[], list[str]]:
-    """Copy the protected tensors. Return a function that lists the changed tensors."""
-    tensors: dict[str, torch.Tensor] = {}
-    for value in args:
-        tensors |= _protected_tensors(value, owner=owner, field=field)
-    copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    return lambda: [
-        name for name, copy in copies.items() if not _same(copy, tensors[name].detach())
-    ]
-
-
 def _protected_tensors(
     value: Any, *, owner: str, field: str
 ) -> dict[str, torch.Tensor]:
     """Return, by name, the tensors that a method must not change in this argument."""
-    if isinstance(value, TrainState):
-        return _of_state(value, owner=owner, all_but_slots=field not in _IN_PLACE)
-    if isinstance(value, Update):
-        if field in _IN_PLACE:  # the step has updated the old state in place
-            return _of_slots(value.slots, owner)
-        return _of_state(value.state, owner=owner, all_but_slots=True)
+    if isinstance(value, (TrainState, Update)):
+        state = value if isinstance(value, TrainState) else value.state
+        is_new = field in _IN_PLACE  # the step has updated the old state in place
+        slots = value.slots if is_new else state.slots
+        parts = {f"slots[{n!r}]": slot for n, slot in slots.items() if n != owner}
+        if not is_new:
+            for part in ("params", "buffers", "opt_state"):
+                entries = getattr(state, part).items()
+                parts |= {f"{part}[{name!r}]": entry for name, entry in entries}
+        return _tensors(parts)
     if isinstance(value, nn.Module):
         return {f"parameter {n!r}": p for n, p in value.named_parameters()}
     if isinstance(value, Grads) or field in _METHODS:
@@ -151,37 +137,12 @@ def _protected_tensors(
     return {f"tensor {i} of the batch": leaf for i, leaf in enumerate(leaves)}
 
 
-def _of_state(
-    state: TrainState, *, owner: str, all_but_slots: bool
-) -> dict[str, torch.Tensor]:
-    parts: dict[str, Any] = {}
-    if all_but_slots:
-        parts |= {f"params[{name!r}]": param for name, param in state.params.items()}
-        parts |= {
-            f"buffers[{name!r}]": buffer for name, buffer in state.buffers.items()
-        }
-        entries = state.opt_state.items()
-        parts |= {f"opt_state[{name!r}]": dict(entry) for name, entry in entries}
-    return _of_slots(state.slots, owner) | _tensors(parts)
-
-
-def _of_slots(slots: Mapping[str, Any], owner: str) -> dict[str, torch.Tensor]:
-    return _tensors({f"slots[{n!r}]": slot for n, slot in slots.items() if n != owner})
-
-
 def _tensors(parts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for name, part in parts.items():
         leaves = tree.tensor_leaves(part)
         tensors |= {f"{name} ({i})" if i else name: t for i, t in enumerate(leaves)}
     return tensors
-
-
-def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return one.shape == two.shape and torch.equal(
-        one.nan_to_num() if one.is_floating_point() else one,
-        two.nan_to_num() if two.is_floating_point() else two,
-    )
 
 
 # The laws of `reduce`, which must return the weighted mean over all ranks.
@@ -202,11 +163,10 @@ _LARGE, _LITTLE = 10.0, 0.01
 def watch_mean(transform: Any, report: Report) -> Any:
     """Return an equal transform that reports if `reduce` does not return the mean."""
 
-    def call(
-        _: str, method: Any, self: Any, grads: Grads, slot: Any, update: Update
-    ) -> Any:
+    def call(_: str, method: Any, self: Any, grads: Grads, *rest: Any) -> Any:
+        update: Update = rest[1]
         means = _mean(grads, update.world)
-        output = method(self, grads, slot, update)
+        output = method(self, grads, *rest)
         new_grads: Grads = output[0]
         missing = sorted(means.keys() - new_grads.tensors.keys())
         if missing:
@@ -274,16 +234,14 @@ def _sum_reduced(state: TrainState, steps: range, size: float) -> _Reduced:
         name: size * weight * torch.randn(state.params[name].shape, generator=generator)
         for name in state.trainable
     }
-    grads = Grads(
-        totals, taken=GradInfo(divisor=weight, shows_totals=True), reduced=True
-    )
+    taken = GradInfo(divisor=weight, shows_totals=True)
+    grads = Grads(totals, taken=taken, reduced=True)
     update = Update(state=state, slots=state.slots, grads=grads)
     sums = dict.fromkeys(totals, 0.0)
     for step in steps:
         at = attrs.evolve(update, state=attrs.evolve(state, step=step))
-        result, update = moment.apply_transforms(
-            "reduce", grads.map(torch.clone), at, Grads
-        )
+        copies = grads.map(torch.clone)
+        result, update = moment.apply_transforms("reduce", copies, at, Grads)
         for name, grad in result.tensors.items():
             sums[name] = sums[name] + grad.double() / result.taken.scale
     means = {name: mean * len(steps) for name, mean in _mean(grads, world).items()}
@@ -300,11 +258,6 @@ def _mean(grads: Grads, world: World) -> Tensors:
 
 def method_laws(members: Sequence[Any], build: Around) -> dict[str, Law]:
     """Return the laws that apply to the methods of the transforms, by name."""
-
-    def have(*fields: str) -> bool:
-        return any(
-            contract.has_field(member, field) for member in members for field in fields
-        )
 
     def reported_by(watch: Callable[[Any, Report], Any]) -> Law:
         """Return the law that the watched transforms report no mistake in a run."""
@@ -336,7 +289,9 @@ def method_laws(members: Sequence[Any], build: Around) -> dict[str, Law]:
     return {
         name: law
         for name, (fields, law) in laws.items()
-        if not fields or have(*fields) or name in given_up
+        if not fields
+        or name in given_up
+        or any(contract.has_field(m, field) for m in members for field in fields)
         if name != "sends_all_later" or "reduces_to_mean" in given_up
     }
 
@@ -390,57 +345,50 @@ def _watch_losses(transform: Any, report: Report) -> Any:
     """Return an equal transform that reports lost gradients or parameters, or changed numbers."""
 
     def call(field: str, method: Any, self: Any, value: Any, *rest: Any) -> Any:
-        result = method(self, value, *rest)
-        if mistake := _LOST[field](value, result):
-            report(f"{self!r}.{field} {mistake}")
-        return result
+        new_value, slot = method(self, value, *rest)
+        if isinstance(value, TrainState):
+            changed = (
+                n for n in _NUMBERS if getattr(new_value, n) != getattr(value, n)
+            )
+            for name in changed:
+                report(
+                    f"{self!r}.{field} changes state.{name}. Only the step may change it."
+                )
+        else:
+            missing = _by_name(value).keys() - _by_name(new_value).keys()
+            for name in sorted(missing):
+                report(f"{self!r}.{field} {_LOST[field].format(name)}")
+        return new_value, slot
 
-    return intercept(transform, _LOST, call)
-
-
-def _lost_gradient(grads: Grads, result: tuple[Grads, Any]) -> str | None:
-    missing = sorted(grads.tensors.keys() - result[0].tensors.keys())
-    if not missing:
-        return None
-    return (
-        f"returns no gradient for {missing[0]!r}, so this parameter is not trained. Return"
-        " zeros, or freeze the parameter with state.with_trainable."
-    )
-
-
-def _lost_parameter(
-    params: Mapping[str, Any], result: tuple[Mapping[str, Any], Any]
-) -> str | None:
-    missing = sorted(params.keys() - result[0].keys())
-    return f"does not return the parameter {missing[0]!r}." if missing else None
+    methods = ("grads", "eval_params", "after_update", "finalize")
+    return intercept(transform, methods, call)
 
 
-def _changed_number(state: TrainState, result: tuple[TrainState, Any]) -> str | None:
-    for name in _NUMBERS:
-        if getattr(result[0], name) != getattr(state, name):
-            return f"changes state.{name}. Only the step may change it."
-    return None
+_LOST = {
+    "grads": (
+        "returns no gradient for {!r}, so this parameter is not trained. Return zeros, or"
+        " freeze the parameter with state.with_trainable."
+    ),
+    "eval_params": "does not return the parameter {!r}.",
+}
+
+
+def _by_name(value: Any) -> Mapping[str, torch.Tensor]:
+    """Return the tensors of gradients or parameters."""
+    return value.tensors if isinstance(value, Grads) else value
 
 
 def _watch_groups(transform: Any, report: Report) -> Any:
     """Return an equal transform that reports if `hyper` lets group 1 depend on group 0."""
 
-    def call(
-        _: str,
-        method: Any,
-        self: Any,
-        hyper: Mapping[Any, Any],
-        slot: Any,
-        update: Update,
-    ) -> Any:
+    def call(_: str, method: Any, self: Any, hyper: Any, *rest: Any) -> Any:
+        slot, update = rest
         variant = {n: e * 2 if n == (0, "lr") else e for n, e in hyper.items()}
         with torch.random.fork_rng(devices=[]):  # the same draws in both calls
             other = method(self, MappingProxyType(variant), tree.clone(slot), update)
         result = method(self, hyper, slot, update)
         groups = update.state.definition.optimizer.param_groups
-        one, two = (
-            moment.override_hyper(groups, {}, pair[0]) for pair in (result, other)
-        )
+        one, two = (moment.override_hyper(groups, {}, r[0]) for r in (result, other))
         if any(n[0] and one.get(n) != two.get(n) for n in {**one, **two}):
             report(
                 f"{self!r}.hyper returns other values for parameter group 1 if the learning rate"
@@ -459,11 +407,10 @@ def _watch_flow(transform: Any, report: Report) -> Any:
         slot, update = rest
 
         def result(by: int, at: Update) -> Any:
+            changed = _change_numbers(value, by)
             with torch.random.fork_rng(devices=[]):  # the same draws in all calls
-                new_value, _ = method(
-                    self, _change_numbers(value, by), tree.clone(slot), at
-                )
-            return dict(getattr(new_value, "tensors", new_value))
+                new_value, _ = method(self, changed, tree.clone(slot), at)
+            return dict(_by_name(new_value))
 
         with_update = result(2, _with_value(update, _change_numbers(value, 2)))
         plain, only = result(1, update), result(2, update)
@@ -496,14 +443,6 @@ def _with_value(update: Update, value: Any) -> Update:
     return attrs.evolve(update, state=attrs.evolve(update.state, params=value))
 
 
-_LOST: Mapping[str, Callable[..., str | None]] = {
-    "grads": _lost_gradient,
-    "eval_params": _lost_parameter,
-    "after_update": _changed_number,
-    "finalize": _changed_number,
-}
-
-
 def _skips_whole(members: Sequence[Any], build: Around) -> Law:
     """Return the law that a skipped update does not change params, opt_state and slots."""
     is_moved = any("sees_skips" in contract.facts_of(member) for member in members)
@@ -512,18 +451,16 @@ def _skips_whole(members: Sequence[Any], build: Around) -> Law:
     def law(subject: Subject) -> str | None:
         def rank(world: World) -> str | None:
             try:
-                trial = subject.within(build([*members, skips_often()]))
+                trial = subject.within(build([*members, skips_updates()]))
             except CompositionError:
                 return None  # the transform does not allow skips
             states = trial.advance(trial.start(world), 0, subject.updates)
             broken, num_skipped, previous = None, 0, dict[str, Any]()
             for state, _ in islice(states, subject.updates + 3):
                 contents = entries(state, gather=True).items()
-                after = {
-                    n: e
-                    for n, e in contents  # `report_metric` changes 'reported' between updates
-                    if n.startswith(parts) and "'reported'" not in n
-                }
+                # `report_metric` changes 'reported' between updates
+                kept = ((n, e) for n, e in contents if "'reported'" not in n)
+                after = {n: e for n, e in kept if n.startswith(parts)}
                 if previous and state.num_skipped > num_skipped:
                     broken = broken or first_difference(previous, after)
                 num_skipped, previous = state.num_skipped, after
@@ -542,21 +479,19 @@ def _skips_whole(members: Sequence[Any], build: Around) -> Law:
 
 
 @transform_of
-class skips_once:
-    """A transform that skips the second update, to test transforms that act on skips."""
+class skips_updates:
+    """A transform that skips two of every five updates, but not two in a row.
+
+    With `once`, it skips only the second update, to test transforms that act on skips.
+    """
+
+    once: bool = False
 
     def grads(self, grads: Grads, slot: None, update: Update) -> tuple[Grads, None]:
-        """Skip the second update on all ranks."""
-        return grads.with_skip(update.num_tried == 1, agreed=True), slot
-
-
-@transform_of
-class skips_often:
-    """A transform that skips two of every five updates, but not two in a row."""
-
-    def grads(self, grads: Grads, slot: None, update: Update) -> tuple[Grads, None]:
-        """Skip two of every five updates on all ranks."""
-        return grads.with_skip(update.num_tried % 5 in (1, 4), agreed=True), slot
+        """Skip an update on all ranks."""
+        number = update.num_tried
+        skip = number == 1 if self.once else number % 5 in (1, 4)
+        return grads.with_skip(skip, agreed=True), slot
 
 
 def _passes_on(members: Sequence[Any], build: Around) -> Law:
@@ -645,9 +580,8 @@ def _evaluates_purely(subject: Subject) -> str | None:
 
     again = attrs.evolve(subject, advance=advance).histories()
     runs = "a run, and the same run with an evaluation between updates,"
-    broken = differ(subject.plain, again, runs)
-    advice = " Return new tensors from eval_params. Change nothing in hyper: state.lrs calls it."
-    return f"{broken}{advice}" if broken else None
+    advice = "Return new tensors from eval_params. Change nothing in hyper: state.lrs calls it."
+    return differ(subject.plain, again, runs, advice)
 
 
 def _owes_once(subject: Subject) -> str | None:
@@ -667,10 +601,9 @@ def _owes_once(subject: Subject) -> str | None:
         for history in once
     ]
     states = "the states after one and after two calls of finalize"
+    others = "the parameters of rank 0 and of another rank after finalize"
     return differ(once, again, states) or differ(
-        params[:1] * subject.size,
-        params,
-        "the parameters of rank 0 and of another rank after finalize",
+        params[:1] * subject.size, params, others
     )
 
 
@@ -711,21 +644,18 @@ def _shares(
     def merge(slots: list[Any]) -> Any:
         return transform.merge(tree.clone(slots), world)
 
-    def named(slot: Any) -> dict[str, Any]:
-        return dict(leaves("merge", slot))
-
     copies = [slot] * world.size
     result = merge(copies)
     again = merge([result[1]] * world.size)
-    differences = NEARLY_EQUAL.by_name(named(result[1]), named(again[1]))
-    change = next((str(difference[0]) for difference in differences.values()), None)
+    differences = NEARLY_EQUAL.differences("merge", result[1], again[1])
+    change = next(map(str, differences), None)
     for name in contract.facts_of(transform).get("by_rank", ()):
         other = _plus_one(slot, name)
-        if world.size == 1 or not first_difference(named(slot), named(other)):
+        if world.size == 1 or not any(BITWISE.differences("", slot, other)):
             continue
         for place in range(world.size):
             inputs = [*copies[:place], other, *copies[place + 1 :]]
-            if not first_difference(named(result), named(merge(inputs))):
+            if not any(BITWISE.differences("", result, merge(inputs))):
                 return change, (place, name)
     return change, None
 

@@ -4,6 +4,7 @@
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -30,6 +31,7 @@ from accelfn.testing.laws import (
     Subject,
     first_broken,
     leaves,
+    moment,
 )
 from accelfn.testing.simulate import simulate
 
@@ -81,14 +83,7 @@ copy by itself |
     if not callable(step):
         msg = f"check_step({step!r}): expected a function (states, batch) -> (states, metrics)."
         raise ArgumentError(msg)
-    if not callable(states):
-        msg = (
-            "check_step(states=...): expected a function that takes a World and returns new states,"
-            f" got {type(states).__name__}. Each test run needs new states: write"
-            " states=lambda world: af.TrainState.create(..., world=world)."
-        )
-        raise ArgumentError(msg)
-    _check_takes_world("check_step(states=...)", states)
+    _check_takes_world("check_step(states=...)", states, "new states")
     arguments.check_integer("check_step", "updates", updates, 2, "a number of updates")
     arguments.check_sizes("check_step", sizes)
     subjects = [_subject(step, states, batches, size, updates) for size in sizes]
@@ -135,13 +130,7 @@ def check_resume(
         ...     return state, af.make_step(lambda model, x: model(x).square().mean())
         >>> check_resume(make, 4)
     """
-    if not callable(make):
-        msg = (
-            "check_resume(make): expected a function that takes a World and returns"
-            f" (state, step), got {type(make).__name__}."
-        )
-        raise ArgumentError(msg)
-    _check_takes_world("check_resume(make)", make)
+    _check_takes_world("check_resume(make)", make, "(state, step)")
     arguments.check_integer("check_resume", "steps", steps, 1, "a number of updates")
     arguments.check_sizes("check_resume", sizes)
 
@@ -164,8 +153,15 @@ def check_resume(
     _hold("the run", {"resumes": COMMON["resumes"]}, subjects)
 
 
-def _check_takes_world(call: str, function: Callable[..., Any]) -> None:
-    """Raise an error if a function does not take exactly a world."""
+def _check_takes_world(call: str, function: Callable[..., Any], result: str) -> None:
+    """Raise an error if the value is not a function of exactly a world."""
+    if not callable(function):
+        msg = (
+            f"{call}: expected a function that takes a World and returns {result}, got"
+            f" {type(function).__name__}. Each test run needs new states: create them in the"
+            " function, with world=world."
+        )
+        raise ArgumentError(msg)
     error = arguments.call_mismatch(function, None)
     if error is not None:
         msg = (
@@ -229,13 +225,8 @@ def _subject(
             raise ArgumentError(msg)
         return tree
 
-    return Subject(
-        name=f"{size} rank{'s' if size > 1 else ''}",
-        size=size,
-        updates=updates,
-        start=start,
-        advance=advance,
-    )
+    name = f"{size} rank{'s' if size > 1 else ''}"
+    return Subject(name=name, size=size, updates=updates, start=start, advance=advance)
 
 
 def _hold(subject: str, laws: dict[str, Law], subjects: Sequence[Subject]) -> None:
@@ -248,31 +239,24 @@ def _hold(subject: str, laws: dict[str, Law], subjects: Sequence[Subject]) -> No
 
 def _returns_states(subject: Subject) -> str | None:
     """The step returns states of the same types, and no state that was passed to a step."""
-    broken: list[str] = []
 
-    def start(world: World) -> None:
+    def rank(world: World) -> str | None:
         before = subject.start(world)
         kinds = [type(state).__name__ for _, state in leaves(before)]
         after, _ = next(subject.advance(before, 0, 1))
         new_kinds = [type(state).__name__ for _, state in leaves(after)]
         if new_kinds != kinds:
             types = [", ".join(names) or "none" for names in (kinds, new_kinds)]
-            broken.append(
-                f"it got states of types {types[0]}, and returned {types[1]}."
-            )
-        over = [
-            place
-            for place, (_, state) in enumerate(leaves(after))
-            if isinstance(state, TrainState) and state.lease.is_over
-        ]
-        if over:
-            broken.append(
-                f"it returned a state (at position {over[0]}) that was already passed to a step."
-                " Return the state that the inner step returned."
-            )
+            return f"it got states of types {types[0]}, and returned {types[1]}."
+        for place, (_, state) in enumerate(leaves(after)):
+            if state.lease.is_over:
+                return (
+                    f"it returned a state (at position {place}) that was already passed to a"
+                    " step. Return the state that the inner step returned."
+                )
+        return None
 
-    simulate(subject.size, start)
-    return broken[0] if broken else None
+    return next(filter(None, simulate(subject.size, rank)), None)
 
 
 # The law that training does not depend on the split of an update into shares or micro-batches.
@@ -320,27 +304,22 @@ def split_law(members: Sequence[Any], build: Around) -> Law:
             reference = _histories(subject, build(base), 1)
             if isinstance(reference, str):
                 return f"the run on one rank raised {reference}"
-            for how, setup in _split_setups(
-                members, build, subject.size, lossy=lossy
-            ).items():
+            setups = _split_setups(members, build, subject.size, lossy=lossy)
+            for how, setup in setups.items():
                 runs = _histories(subject, setup, subject.size)
                 broken = _compare(subject, setup, reference[0], runs, rough=rough)
                 if broken and draws:  # ranks and micro-batches draw different numbers
                     again = _histories(subject, build(base), 1, name="another")
-                    if isinstance(again, str) or _differ(
-                        reference[0], again, NEARLY_EQUAL
-                    ):
+                    if isinstance(again, str) or _differ(reference[0], again):
                         return None
                 if broken:
                     advice = "".join(_ADVICE[key] for key in _ADVICE if key in how)
                     return (
                         f"a run on one rank, and the same run {how}, {broken}{advice}"
                     )
-            if lossy and subject.size > 1:
-                return _counts_samples(
-                    subject, members, build, reference[0], rough=rough
-                )
-        return None
+            if not lossy or subject.size == 1:
+                return None
+            return _counts_samples(subject, members, build, reference[0], rough=rough)
 
     return law
 
@@ -360,7 +339,7 @@ def _compare(
         off = max(_distance(reference, history) for history in histories)
         text = f"differ in the change of parameters, by {off:.2g} times this change."
         return text if off > _FAR else None
-    broken = _differ(reference, histories, NEARLY_EQUAL)
+    broken = _differ(reference, histories)
     if broken and _is_coarse(subject, setup):
         # the sums of a micro-batch decide whether scaled losses overflow
         scales = "loss_scale" in setup.facts
@@ -387,7 +366,7 @@ def _counts_samples(
     broken = _compare(subject, setup, reference, runs[:1], rough=rough)
     if broken:
         return f"{_RANK_0} {broken}{_WEIGHTS}"
-    if _differ(reference, runs[:1], NEARLY_EQUAL):
+    if _differ(reference, runs[:1]):
         return None  # rounding depends on the number of ranks
     within = subject.within(setup)
     for at in within.cuts[1:-1]:
@@ -398,9 +377,8 @@ def _counts_samples(
             continue  # after an average, each rank still has its own optimizer state
         with tempfile.TemporaryDirectory() as folder:
             within.save_after(at, Path(folder))
-            on_one = attrs.evolve(within, size=1)
-            rest = on_one.resume_from(at, Path(folder))
-        broken = _differ(reference[end:], rest, NEARLY_EQUAL)
+            rest = attrs.evolve(within, size=1).resume_from(at, Path(folder))
+        broken = _differ(reference[end:], rest)
         if broken:
             return (
                 f"{_RANK_0} saved after {at} updates and resumed on one rank, differ"
@@ -421,14 +399,10 @@ class rank_0_takes_all:
         """Set the weights of all samples on the other ranks to 0."""
 
         def compute(state: Any, batch: Batch, *args: Any, **options: Any) -> Any:
-            world = update.world
-            empty = [0] * len(batch.weights)
-
-            def shares() -> Any:
-                return [batch.weights, *[empty] * (world.size - 1)]
-
-            weights = batch.weights if world.rank == 0 else tuple(empty)
-            batch = attrs.evolve(batch, weights=weights, shares=shares)
+            world, weights = update.world, batch.weights
+            shares = [weights, *[[0] * len(weights)] * (world.size - 1)]
+            weights = tuple(shares[world.rank])
+            batch = attrs.evolve(batch, weights=weights, shares=lambda: shares)
             return inner(state, batch, *args, **options)
 
         return compute, slot
@@ -455,11 +429,10 @@ def _distance(reference: History, other: History) -> float:
 
 def _only_splits(transform: Any) -> bool:
     """Whether a transform only splits updates, and does not change their results."""
-    splits, results = (
-        any(contract.has_field(transform, field) for field in fields)
-        for fields in (_SPLITTING, _RESULT)
-    )
-    return splits and not results
+    fields = {
+        field for field in contract.FIELDS if contract.has_field(transform, field)
+    }
+    return bool(fields & _SPLITTING) and not fields & _RESULT
 
 
 def _split_setups(
@@ -470,23 +443,21 @@ def _split_setups(
     If ranks may differ, or may send gradients later, all ranks take the same samples.
     """
     splits = {f for f in _SPLITTING if any(contract.has_field(m, f) for m in members)}
-    several = f"on {size} ranks"
+    several = f"on {size} ranks " if size > 1 else ""
     options: dict[str, dict[str, Any]] = {}
-    if size > 1 and lossy and "data" not in splits:
-        options[f"{several} that all take the same samples"] = {"shares": None}
-    if size > 1 and not lossy:
-        options[f"{several} with their shares"] = {}
-    if size > 1 and not lossy and not splits - {"data"}:
-        options[f"{several} under wrap_fsdp"] = {"engine": wrap_fsdp()}
+    if several and lossy and "data" not in splits:
+        options[f"{several}that all take the same samples"] = {"shares": None}
+    if several and not lossy:
+        options[f"{several}with their shares"] = {}
+    if several and not lossy and not splits - {"data"}:
+        options[f"{several}under wrap_fsdp"] = {"engine": wrap_fsdp()}
     if not lossy and "data" not in splits:
-        how = f"{several} in two micro-batches" if size > 1 else "in two micro-batches"
-        options[how] = {"outside": accumulate(num_micro_batches=2)}
+        outside = accumulate(num_micro_batches=2)
+        options[f"{several}in two micro-batches"] = {"outside": outside}
     setups: dict[str, chain] = {}
     for how, parts in options.items():
-        try:
+        with suppress(CompositionError):  # the transform rejects this setup
             setups[how] = build(members, **parts)
-        except CompositionError:
-            continue  # the transform rejects this setup
     return setups
 
 
@@ -501,8 +472,8 @@ def _histories(
 
     def start(world: World) -> TrainState:
         state = within.start(world)
-        name_of = attrs.evolve(state.definition, name=name or state.name)
-        return attrs.evolve(state, definition=name_of)
+        definition = attrs.evolve(state.definition, name=name or state.name)
+        return attrs.evolve(state, definition=definition)
 
     def advance(
         state: TrainState, offset: int, number: int
@@ -521,11 +492,12 @@ _ADDED = "metrics", "slots"
 """The prefixes of history entries that a transform may add."""
 
 
-def _differ(ref: History, runs: Sequence[History], margin: Comparison) -> str | None:
+def _differ(
+    ref: History, runs: Sequence[History], margin: Comparison = NEARLY_EQUAL
+) -> str | None:
     """Return the first difference of ranks' histories from a reference, except for rounding."""
     for rank, history in enumerate(runs):
         for update, (one, other) in enumerate(zip(ref, history, strict=True), 1):
-            where = "at the end" if update == len(ref) else f"after update {update}"
             names = [n for n in other if not n.startswith(OWN)]
             differences = margin.by_name(
                 {n: one[n] for n in names if n in one},
@@ -533,7 +505,7 @@ def _differ(ref: History, runs: Sequence[History], margin: Comparison) -> str | 
                 {n: other[n] for n in names if n in one or not n.startswith(_ADDED)},
             )
             for difference in differences.values():
-                return f"{where} on rank {rank}: {difference[0]}"
+                return f"{moment(update, ref)} on rank {rank}: {difference[0]}"
     return None
 
 

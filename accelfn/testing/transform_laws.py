@@ -7,12 +7,13 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from types import CodeType
 from typing import Any, TypeAlias
 
 import attrs
+import cloudpickle
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -32,12 +33,7 @@ from accelfn import (
 from accelfn.errors import ArgumentError, LawError, NonFiniteGradsError
 from accelfn.plug import arguments, collectives
 from accelfn.plug import transform as contract
-from accelfn.testing.comparing import (
-    copy_leaf,
-    entries,
-    first_difference,
-    leaves,
-)
+from accelfn.testing.comparing import copy_leaf, entries, first_difference, leaves
 from accelfn.testing.laws import (
     COMMON,
     PROBLEMS,
@@ -50,14 +46,13 @@ from accelfn.testing.laws import (
     call_anew,
     differ,
     first_broken,
-    freeze,
     keeps_frozen,
     trains,
 )
 from accelfn.testing.method_laws import (
     intercept,
     method_laws,
-    skips_once,
+    skips_updates,
     with_methods,
 )
 from accelfn.testing.processes import RankError
@@ -124,24 +119,21 @@ def idle_methods(transforms: Any, acts: Mapping[str, set[int]], size: int) -> li
     `finalize` and `module` need not act, because they may have nothing to do in these runs.
     `init`, `merge` and `engine` cannot act, because they do not change their arguments.
     """
-    methods = [
-        method_name(transform, field, in_skip=field in _seeing_skips(transform))
-        for transform in transforms
-        for field in (*_ACTS, *_WRAPS)
-        if contract.has_field(transform, field) and callable(getattr(transform, field))
-        if size > 1 or field not in _OVER_RANKS
-    ]
+    methods: list[str] = []
+    for transform, field in product(transforms, (*_ACTS, *_WRAPS)):
+        # a method that sees skips must also act in a skipped update
+        sees_skips = "sees_skips" in contract.facts_of(transform)
+        in_skip = sees_skips and field == "after_update"
+        has_method = contract.has_field(transform, field)
+        if has_method and callable(getattr(transform, field)):
+            if size > 1 or field not in _OVER_RANKS:
+                methods.append(method_name(transform, field, in_skip=in_skip))
     return [name for name in methods if name not in acts]
 
 
 def unread_options(transforms: Any, acts: Mapping[str, Any]) -> list[str]:
     """Return the options without effect: no method names the option, and no code read it."""
-    options = [
-        (transform, option)
-        for transform in transforms
-        for option in _options(transform)
-    ]
-    names = [f"{t!r}.{option}" for t, option in options]
+    names = [f"{t!r}.{option}" for t in transforms for option in _options(t)]
     return [name for name in names if name not in acts]
 
 
@@ -177,11 +169,6 @@ def _note_options(transform: Any, options: list[str], acts: Acted) -> Any:
         return object.__getattribute__(self, name)
 
     return get
-
-
-def _seeing_skips(transform: Any) -> Sequence[str]:
-    """Return the methods of a transform that must also act in a skipped update."""
-    return ["after_update"] if "sees_skips" in contract.facts_of(transform) else []
 
 
 def method_name(transform: Any, field: str, *, in_skip: bool) -> str:
@@ -241,12 +228,8 @@ def _copy_values(field: str, value: Any, slot: Any, *, counts: bool) -> dict[str
         value = None
     elif isinstance(value, Grads):
         skip = value.taken.skip
-        value = {
-            "tensors": value.tensors,
-            "divisor": value.taken.divisor,
-            "metrics": value.metrics,
-            "skip": None if skip is None else skip.flag,
-        }
+        parts = value.tensors, value.taken.divisor, value.metrics
+        value = (*parts, None if skip is None else skip.flag)
     elif field == "hyper":
         value = {str(where): v for where, v in value.items()}
     values |= {path: copy_leaf(leaf) for path, leaf in leaves(field, value)}
@@ -259,15 +242,15 @@ def _copy_values(field: str, value: Any, slot: Any, *, counts: bool) -> dict[str
 def fact_law(members: Sequence[Any], build: Around) -> Law:
     """Return the law that declared facts are true, and that recomputation is declared."""
     facts = {fact for member in members for fact in contract.facts_of(member)}
-    laws: Mapping[str, Law] = {
-        "by_rank": lambda subject: _no_entry(subject, members),
-        "judges_finite": _not_judged,
-        "micro_batches": lambda subject: _other_parts(subject, members, build),
-    }
 
     def law(subject: Subject) -> str | None:
-        broken = (fact(subject) for name, fact in laws.items() if name in facts)
-        return _recomputes(subject, facts) or next(filter(None, broken), None)
+        return (
+            _recomputes(subject, facts)
+            or ("by_rank" in facts and _no_entry(subject, members))
+            or ("judges_finite" in facts and _not_judged(subject))
+            or ("micro_batches" in facts and _other_parts(subject, members, build))
+            or None
+        )
 
     return law
 
@@ -275,10 +258,7 @@ def fact_law(members: Sequence[Any], build: Around) -> Law:
 def _no_entry(subject: Subject, members: Sequence[Any]) -> str | None:
     """Check that every name in `by_rank` is an entry of the slot."""
 
-    def rank(world: World) -> dict[str, Any]:
-        return dict(subject.start(world).slots)
-
-    slots = simulate(1, rank)[0]
+    slots = simulate(1, lambda world: dict(subject.start(world).slots))[0]
     for member in members:
         for name in contract.facts_of(member).get("by_rank", ()):
             slot = slots.get(member.name)
@@ -507,14 +487,11 @@ transform |
             "check_transform", "updates", updates, 1, "a number of updates"
         )
     other = attrs.evolve(problems[0], seed=problems[0].seed + 1)
-    anew = freeze(partial(_resume_runs, members, other, max(sizes)))
+    anew = cloudpickle.dumps(partial(_resume_runs, members, other, max(sizes)))
     acting, number = _acting(members, problems, max(sizes), updates)
     laws |= acting
-    subjects = [
-        _subject(members, problem, size, number)
-        for problem in problems
-        for size in sizes
-    ]
+    cases = product(problems, sizes)
+    subjects = [_subject(members, problem, size, number) for problem, size in cases]
     subject = _subject(members, other, max(sizes), number)
     laws["new_process"] = partial(_new_process, anew)
     for name, law in laws.items():
@@ -550,8 +527,7 @@ def _new_process(anew: bytes, subject: Subject) -> str | None:
             return f"the run failed after it was loaded in a new process: {error}"
     histories = [head + tail for head, tail in zip(heads, tails, strict=True)]
     runs = "a run that continues in a new process, and the same run in this process,"
-    broken = differ(histories, subject.plain, runs)
-    return f"{broken} {REMEMBER}" if broken else None
+    return differ(histories, subject.plain, runs, REMEMBER)
 
 
 def _setup(
@@ -562,17 +538,14 @@ def _setup(
     engine: Any = _ENGINE,
 ) -> chain:
     """Return a chain of the transforms. Add `shares` and `engine` if the transforms lack them."""
+    full = chain(*members)
     if any(isinstance(member, shard_data) for member in members):
         shares = None
-    if any(
-        contract.has_field(member, field) for member in members for field in _REDUCING
-    ):
+    if full.owners["engine"] or full.owners["reduce"]:
         engine = None
-    skips = any("sees_skips" in contract.facts_of(member) for member in members)
-    return chain(outside, shares, engine, *members, skips_once() if skips else None)
-
-
-_REDUCING = ("engine", "reduce")
+    skips = "sees_skips" in full.facts
+    last = skips_updates(once=True) if skips else None
+    return chain(outside, shares, engine, *members, last)
 
 
 def _acting(
@@ -587,12 +560,8 @@ def _acting(
         for problem in problems:
             subject = _subject(members, problem, min(size, 2), number)
 
-            def start(
-                world: World, watch: Any, problem: Problem = problem
-            ) -> TrainState:
-                return problem.state(
-                    world, _setup([watch(member) for member in members])
-                )
+            def start(world: World, watch: Any, made: Problem = problem) -> TrainState:
+                return made.state(world, _setup([watch(m) for m in members]))
 
             try:
                 new_acts = observe_acts(subject, start)
@@ -604,21 +573,22 @@ def _acting(
         idlers = idle_methods(members, acts, size)
         if not idlers:
             break
-    plural = "s" if number > 1 else ""
-    method, option = (
-        next((text.format(name, number, plural) for name in names), None)
-        for text, names in ((_IDLE, idlers), (_UNREAD, unread_options(members, acts)))
-    )
-    laws: dict[str, Law] = {"acts": lambda _: method, "options_read": lambda _: option}
+    idle = [
+        f"{name} changed nothing and did not communicate in {number}"
+        f" update{'s' * (number > 1)}, so the laws did not test it. Choose options with which"
+        " the method acts sooner, or pass more updates=. If the method only reads, write"
+        ' gives_up = {"acts": "it only reads"}.'
+        for name in idlers[:1]
+    ]
+    unread = [
+        f"no code reads {name}, so this option has no effect. Use it, or remove it."
+        for name in unread_options(members, acts)[:1]
+    ]
+    laws: dict[str, Law] = {
+        "acts": lambda _: next(iter(idle), None),
+        "options_read": lambda _: next(iter(unread), None),
+    }
     return laws, updates or _count_updates(acts)
-
-
-_IDLE = (
-    "{} changed nothing and did not communicate in {} update{}, so the laws did not test it."
-    " Choose options with which the method acts sooner, or pass more updates=. If the method"
-    ' only reads, write gives_up = {{"acts": "it only reads"}}.'
-)
-_UNREAD = "no code reads {}, so this option has no effect. Use it, or remove it."
 
 
 def _count_updates(acts: Acted) -> int:
