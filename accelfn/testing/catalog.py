@@ -5,7 +5,7 @@ Property tests draw transforms from this catalog. They cannot test a transform w
 so a test fails if a row is missing.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import attrs
@@ -60,7 +60,11 @@ class Row:
         """Draw this transform, for a chain with other transforms that have these methods."""
         fields = frozenset(methods)
         defaults = {name for name, away in self.default_beside.items() if away & fields}
-        return _draw_transform(self, defaults)
+        return self.arguments.map(
+            lambda drawn: self.cls(
+                **{n: v for n, v in drawn.items() if n not in defaults}
+            )
+        )
 
     def avoids(self, transform: Any = None) -> frozenset[str]:
         """Return the methods of other transforms that exclude this transform from a chain.
@@ -79,12 +83,6 @@ class Row:
     def __repr__(self) -> str:
         """Return a text that names the transform."""
         return f"Row(af.{self.cls.__name__})"
-
-
-@st.composite
-def _draw_transform(draw: st.DrawFn, row: Row, defaults: Collection[str]) -> Transform:
-    options = draw(row.arguments)
-    return row.cls(**{n: v for n, v in options.items() if n not in defaults})
 
 
 def _options(

@@ -9,9 +9,9 @@ import math
 import os
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import attrs
 import numpy as np
@@ -23,27 +23,12 @@ from accelfn.plug import arguments, collectives, tree
 from accelfn.testing.simulation.calls import Entry
 from accelfn.testing.simulation.plan import Run
 
+Child: TypeAlias = tuple[str, Any]
+"""The path of a container's entry, and its value."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_LINES = 20
 _MANY_STEPS = 100_000
 """The number of ulps between two floats is shown only if it is smaller."""
-
-
-@attrs.frozen
-class Difference:
-    """One difference between two trees.
-
-    Attributes:
-        path: the path of the differing entry.
-        text: the values in the first and in the second tree.
-    """
-
-    path: str
-    text: str
-
-    def __str__(self) -> str:
-        """Return the path and the text on one line."""
-        return f"{self.path}: {self.text}"
 
 
 def _is_tolerance(_owner: object, field: "attrs.Attribute[float]", value: Any) -> None:
@@ -80,35 +65,33 @@ class Comparison:
 
     def by_name(
         self, one: Mapping[str, Any], two: Mapping[str, Any]
-    ) -> dict[str, list[Difference]]:
+    ) -> dict[str, list[str]]:
         """Return the differences of two dicts of trees, by name, in the order of `one`."""
-        diffs: dict[str, list[Difference]] = {}
-        for name, value in {**one, **two}.items():
-            if name in one and name in two:
-                differences = list(self.differences(name, one[name], value))
-            else:
-                differences = [self._lone(name, value, in_one=name in one)]
-            if differences:
-                diffs[name] = differences
-        return diffs
+        ones, twos = ({name: (name, d[name]) for name in d} for d in (one, two))
+        diffs = {name: [*self._entry(name, ones, twos)] for name in {**one, **two}}
+        return {name: lines for name, lines in diffs.items() if lines}
 
-    def differences(self, path: str, one: Any, two: Any) -> Iterator[Difference]:
-        """Yield the differences of two trees, in the order of `one`."""
-        ones, twos = _children(path, one), _children(path, two)
+    def differences(self, path: str, one: Any, two: Any) -> Iterator[str]:
+        """Yield the differences of two trees, in the order of `one`: each path and both values."""
+        ones, twos = children(path, one), children(path, two)
         if ones is None or twos is None or not self._are_of_a_kind(one, two):
             text = self._leaves(one, two)
             if text:
-                yield Difference(path, text)
+                yield f"{path}: {text}"
             return
-        for key, (place, value) in {**ones, **twos}.items():
-            if key in ones and key in twos:
-                yield from self.differences(place, ones[key][1], value)
-            else:
-                yield self._lone(place, value, in_one=key in ones)
+        for key in {**ones, **twos}:
+            yield from self._entry(key, ones, twos)
 
-    def _lone(self, path: str, value: Any, *, in_one: bool) -> Difference:
-        side = self.sides[0 if in_one else 1]
-        return Difference(path, f"only in {side}: {describe_value(value)}")
+    def _entry(
+        self, key: Any, ones: Mapping[Any, Child], twos: Mapping[Any, Child]
+    ) -> Iterator[str]:
+        """Yield the differences of the entries of two containers with this key."""
+        if key in ones and key in twos:
+            yield from self.differences(ones[key][0], ones[key][1], twos[key][1])
+        else:
+            in_one = key in ones
+            path, value = (ones if in_one else twos)[key]
+            yield f"{path}: only in {self.sides[not in_one]}: {describe_value(value)}"
 
     def _are_of_a_kind(self, one: Any, two: Any) -> bool:
         """Whether two containers are compared entry by entry: two mappings or two sequences."""
@@ -149,14 +132,12 @@ class Comparison:
         first = tuple(places[0].tolist())
         pair = _pair(one[first], two[first])
         distance = _format_distance(one[unequal], two[unequal])
-        if one.ndim == 0:
-            return f"{pair}{distance and f', difference {distance}'}"
-        if len(places) == 1:
-            at = f"1 of {one.numel()} elements differs, at {list(first)}: {pair}"
-            return f"{at}{distance and f', difference {distance}'}"
-        at = f"elements differ, the first at {list(first)}: {pair}"
-        distance = distance and f", largest difference {distance}"
-        return f"{len(places)} of {one.numel()} {at}{distance}"
+        count = f"{len(places)} of {one.numel()} elements"
+        if len(places) > 1:
+            distance = distance and f", largest difference {distance}"
+            return f"{count} differ, the first at {list(first)}: {pair}{distance}"
+        at = f"{count} differs, at {list(first)}: " if one.ndim else ""
+        return f"{at}{pair}{distance and f', difference {distance}'}"
 
     def _unequal(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
         """Return a tensor of booleans that marks the unequal elements."""
@@ -173,36 +154,33 @@ class Comparison:
         return unequal & ~((wide[0] - wide[1]).abs() <= tolerance)
 
 
-def format_differences(differences: Sequence[Difference]) -> str:
+def format_differences(by_name: Mapping[str, Sequence[str]]) -> str:
     """Return one line per difference, at most 20 lines, and the number of other differences."""
-    lines = [f"\n  {difference}" for difference in differences[:_MOST_LINES]]
-    more = len(differences) - len(lines)
-    if more > 0:
-        lines.append(f"\n  and {more} more")
-    return "".join(lines)
+    differences = list(chain.from_iterable(by_name.values()))
+    more = len(differences) - _MOST_LINES
+    rest = [f"and {more} more"] if more > 0 else []
+    return "".join(f"\n  {line}" for line in [*differences[:_MOST_LINES], *rest])
 
 
 def leaves(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
     """Yield every leaf of a tree with its path."""
-    children = _children(path, tree)
-    if children is None:
+    entries = children(path, tree)
+    if entries is None:
         yield path, tree
         return
-    for place, value in children.values():
+    for place, value in entries.values():
         yield from leaves(place, value)
 
 
-def _children(path: str, tree: Any) -> dict[Any, tuple[str, Any]] | None:
+def children(path: str, tree: Any) -> dict[Any, Child] | None:
     """Return the entries of a container by key, each with its path; None for a leaf."""
     if isinstance(tree, Mapping):
         items = cast("Mapping[Any, Any]", tree).items()
         return {key: (f"{path}[{key!r}]", value) for key, value in items}
     if isinstance(tree, (list, tuple)):
         values = cast("list[Any]", tree)
-        fields: Any = getattr(tree, "_fields", None)  # the mark of a namedtuple
-        names = [f".{name}" for name in fields or ()] or [
-            f"[{i}]" for i in range(len(values))
-        ]
+        fields: Any = getattr(tree, "_fields", ())  # the mark of a namedtuple
+        names = [f".{f}" for f in fields] or [f"[{i}]" for i in range(len(values))]
         return {i: (path + names[i], value) for i, value in enumerate(values)}
     if isinstance(tree, Pending):
         return {"wait": (f"{path}.wait()", tree.wait())}
@@ -221,7 +199,7 @@ def describe_value(value: Any) -> str:
         if value.ndim:
             return f"a {_kind(value)}"
         return f"{_element(_plain(value))} (a {_dtype(value)} tensor)"
-    if _children("", value):
+    if children("", value):
         return f"a {type(value).__name__} of {len(value)}"
     return " ".join(reprlib.repr(value).split())
 
@@ -233,9 +211,8 @@ def _are_one_dtype(one: Any, two: Any) -> bool:
 
 def _number_or_tensor(value: Any) -> Any:
     """Convert a scalar tensor or NumPy scalar to a number, and a NumPy array to a tensor."""
-    if isinstance(value, torch.Tensor) and value.ndim == 0:
-        return value.item()
-    if isinstance(value, np.generic):
+    is_scalar = isinstance(value, torch.Tensor) and value.ndim == 0
+    if is_scalar or isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return torch.from_numpy(value.copy())
@@ -292,14 +269,10 @@ def _pair(one: torch.Tensor, two: torch.Tensor) -> str:
 
 def _element(element: torch.Tensor) -> str:
     """Return a number with enough digits to distinguish it from its neighbors."""
-    value = element.item()
-    match element.dtype:
-        case torch.float32 | torch.float16:
-            return str(element.numpy()[()])
-        case torch.bfloat16:
-            return f"{value:.4g}"
-        case _:
-            return repr(value)
+    if element.dtype in (torch.float32, torch.float16):
+        return str(element.numpy()[()])
+    is_bfloat16 = element.dtype is torch.bfloat16
+    return f"{element.item():.4g}" if is_bfloat16 else repr(element.item())
 
 
 def _format_distance(one: torch.Tensor, two: torch.Tensor) -> str:
@@ -379,30 +352,26 @@ def assert_states_equal(
             msg = f"assert_states_equal: expected two TrainStates, got {state!r}."
             raise ArgumentError(msg)
     comparison = Comparison(rtol=rtol, atol=atol, bitwise=True)
-    by_name = comparison.by_name(_fields(a), _fields(b))
-    diffs = [
-        difference for differences in by_name.values() for difference in differences
-    ]
-    diffs += _ties(a, b, comparison)
-    if diffs:
-        entries = "entry" if len(diffs) == 1 else "entries"
+    diffs = comparison.by_name(_fields(a), _fields(b))
+    diffs["ties"] = [*_ties(a, b, comparison)]
+    count = sum(map(len, diffs.values()))
+    if count:
+        entries = "entry" if count == 1 else "entries"
         msg = (
-            f"The states differ in {len(diffs)} {entries} (first state and second state):"
+            f"The states differ in {count} {entries} (first state and second state):"
             f"{format_differences(diffs)}"
         )
         raise LawError(msg)
 
 
 def _fields(state: TrainState) -> dict[str, Any]:
+    cursor = state.cursor
+    numbers = {"cursor.epoch": cursor.epoch, "cursor.samples": cursor.samples}
     fields = {name: getattr(state, name) for name in SAVED if name != "cursor"}
-    cursor = {
-        "cursor.epoch": state.cursor.epoch,
-        "cursor.samples": state.cursor.samples,
-    }
-    return {"step": fields.pop("step"), **cursor, **fields}
+    return {"step": state.step, **numbers, **fields}
 
 
-def _ties(a: TrainState, b: TrainState, comparison: Comparison) -> Iterator[Difference]:
+def _ties(a: TrainState, b: TrainState, comparison: Comparison) -> Iterator[str]:
     """Yield entries that are the same tensor as another entry in only one of the states."""
     ties = [_first_places(state) for state in (a, b)]
     for path in ties[0]:
@@ -413,20 +382,15 @@ def _ties(a: TrainState, b: TrainState, comparison: Comparison) -> Iterator[Diff
             for first, side in zip(ties, comparison.sides, strict=True)
             if first[path] != path
         ]
-        yield Difference(path, f"{', '.join(texts)}{' only' * (len(texts) == 1)}")
+        yield f"{path}: {', '.join(texts)}{' only' * (len(texts) == 1)}"
 
 
 def _first_places(state: TrainState) -> dict[str, str]:
     """Return, for the path of each tensor, the first path that has the same tensor."""
     first: dict[int, str] = {}
-    places = (
-        pair for name, value in _fields(state).items() for pair in leaves(name, value)
-    )
-    return {
-        path: first.setdefault(id(leaf), path)
-        for path, leaf in places
-        if isinstance(leaf, torch.Tensor)
-    }
+    places = chain.from_iterable(leaves(*field) for field in _fields(state).items())
+    tensors = ((p, leaf) for p, leaf in places if isinstance(leaf, torch.Tensor))
+    return {path: first.setdefault(id(leaf), path) for path, leaf in tensors}
 
 
 # The saved fields of a state as a flat dict by path, and the first difference of two dicts.
@@ -442,11 +406,8 @@ def entries(state: TrainState, *, gather: bool = False) -> dict[str, Any]:
     For a sharded tensor, return this rank's shard. With `gather=True`, which needs a call on
     all ranks, return the full tensor.
     """
-    contents = {
-        path: leaf
-        for field in SAVED
-        for path, leaf in leaves(field, getattr(state, field))
-    }
+    places = (leaves(field, getattr(state, field)) for field in SAVED)
+    contents = dict(chain.from_iterable(places))
     if gather:
         parts = {path: leaf for path, leaf in contents.items() if tree.is_shard(leaf)}
         contents |= collectives.gather_full(parts, state.world, label="compare states")
@@ -456,7 +417,7 @@ def entries(state: TrainState, *, gather: bool = False) -> dict[str, Any]:
 def first_difference(one: Mapping[str, Any], two: Mapping[str, Any]) -> str | None:
     """Return the path and values of the first bitwise difference of two dicts, or None."""
     diffs = BITWISE.by_name(one, two)
-    return str(next(iter(diffs.values()))[0]) if diffs else None
+    return next(iter(diffs.values()))[0] if diffs else None
 
 
 def copy_leaf(leaf: Any) -> Any:
@@ -588,14 +549,10 @@ def _ranges(steps: Sequence[int]) -> str:
     gaps = {after - before for before, after in pairwise(steps)}
     if len(steps) > 2 and len(gaps) == 1 and gaps != {1}:
         return f"{steps[0]} to {steps[-1]} by {gaps.pop()}"
-    runs: list[list[int]] = []
-    for step in steps:
-        if runs and step == runs[-1][-1] + 1:
-            runs[-1].append(step)
-        else:
-            runs.append([step])
-    texts = [
-        f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
-        for run in runs
-    ]
+    texts: list[str] = []
+    # within consecutive steps, the difference to the index is constant
+    for _, group in groupby(enumerate(steps), lambda pair: pair[1] - pair[0]):
+        run = [step for _, step in group]
+        is_long = len(run) > 2
+        texts.append(f"{run[0]} to {run[-1]}" if is_long else ", ".join(map(str, run)))
     return ", ".join(texts)

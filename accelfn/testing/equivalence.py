@@ -26,7 +26,7 @@ from accelfn import (
 )
 from accelfn.errors import ArgumentError, LawError
 from accelfn.plug import arguments, tree
-from accelfn.testing.comparing import Comparison, Difference, format_differences
+from accelfn.testing.comparing import Comparison, format_differences
 from accelfn.testing.simulate import simulate
 
 Make: TypeAlias = Callable[[World, chain], tuple[TrainState, Callable[..., Any]]]
@@ -172,30 +172,24 @@ def _comparable(runs: Sequence[Held], pair: Sequence[chain]) -> list[Held]:
     """Return the values of both runs without the metrics and slots of only one setup."""
     names = [{transform.name for transform in setup} for setup in pair]
     lone = names[0] ^ names[1]
-    evaluates = any(setup.owners["eval_params"] for setup in pair)
     reports = [run["metrics"] for run in runs]
-    all_mappings = all(isinstance(run, Mapping) for run in reports)
-    shared = set.intersection(*map(set, reports)) if all_mappings else set[str]()
-    comparable: list[Held] = []
-    for run in runs:
-        copy = dict(run)
-        copy["slots"] = {k: v for k, v in run["slots"].items() if k not in lone}
-        if all_mappings:
-            copy["metrics"] = {k: v for k, v in run["metrics"].items() if k in shared}
-        if not evaluates:
-            del copy["eval_params"]
-        comparable.append(copy)
-    return comparable
+    if all(isinstance(report, Mapping) for report in reports):
+        shared = set.intersection(*map(set, reports))
+        reports = [{n: r[n] for n in r if n in shared} for r in reports]
+    slots = [{k: v for k, v in run["slots"].items() if k not in lone} for run in runs]
+    both = zip(runs, reports, slots, strict=True)
+    left_out = () if any(s.owners["eval_params"] for s in pair) else ("eval_params",)
+    merged = ({**run, "metrics": m, "slots": s} for run, m, s in both)
+    return [{k: v for k, v in run.items() if k not in left_out} for run in merged]
 
 
 def _format_error(
-    pair: Sequence[chain], where: str, diffs: Mapping[str, list[Difference]]
+    pair: Sequence[chain], where: str, diffs: Mapping[str, list[str]]
 ) -> str:
     codes = [f"af.chain({', '.join(map(repr, setup))})" for setup in pair]
-    lines = [difference for differences in diffs.values() for difference in differences]
     return (
         f"The two setups train differently: {where}, these values differ: {', '.join(diffs)}"
-        f" (first setup and second setup):{format_differences(lines)}\nThe first setup is"
+        f" (first setup and second setup):{format_differences(diffs)}\nThe first setup is"
         f" {codes[0]}, the second setup is {codes[1]}."
     )
 
@@ -203,12 +197,9 @@ def _format_error(
 def _hint(runs: Sequence[Held], comparison: Comparison) -> str:
     """Return advice about the loss if it differs in the first update, else an empty text."""
     reports = [run["metrics"] for run in runs]
-    losses = [
-        {"loss": report["loss"]}
-        for report in reports
-        if isinstance(report, Mapping) and "loss" in report
-    ]
-    if len(losses) < len(runs) or not comparison.by_name(*losses):
+    if not all(isinstance(report, Mapping) and "loss" in report for report in reports):
+        return ""
+    if not any(comparison.differences("loss", *(report["loss"] for report in reports))):
         return ""
     return (
         "\nThe loss of the first update already differs. Check its divisor: accelfn treats a"

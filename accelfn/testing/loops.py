@@ -18,7 +18,7 @@ from accelfn import Batch, Grads, TrainState
 from accelfn.errors import ArgumentError, LawError
 from accelfn.plug import arguments, devices, tree, update
 from accelfn.plug import optimizer as entries
-from accelfn.testing.comparing import Comparison, Difference, format_differences
+from accelfn.testing.comparing import Comparison, format_differences
 
 Quantities: TypeAlias = Mapping[str, Any]
 """Trees of tensors and numbers, by name, that a loop reports after an update."""
@@ -172,8 +172,11 @@ def quantities(
     if isinstance(values.get("batch"), Batch):
         parts = values["batch"].micro_batches
         values["batch"] = parts[0] if len(parts) == 1 else list(parts)
-    if isinstance(values.get("grads"), (Grads, nn.Module)):
-        values["grads"] = _gradients(values["grads"])
+    if isinstance(values.get("grads"), Grads):
+        values["grads"] = dict(values["grads"].tensors)
+    elif isinstance(values.get("grads"), nn.Module):
+        named = _unwrap(values["grads"]).named_parameters()
+        values["grads"] = {n: p.grad for n, p in named if p.grad is not None}
     if isinstance(source, TrainState):
         if optimizer is not None:
             msg = "quantities(state, optimizer): the state has an optimizer. Pass only the state."
@@ -181,11 +184,11 @@ def quantities(
         values |= _of_state(source)
     elif source is not None or optimizer is not None:
         values |= _of_module(source, optimizer)
-    return {
-        name: tree.clone(tree.tree_map(_full_tensor, value))
-        for name, value in values.items()
-        if not isinstance(value, dict) or value
-    }
+    full = tree.tree_map(
+        lambda leaf: leaf.detach().full_tensor() if tree.is_shard(leaf) else leaf,
+        values,
+    )
+    return {n: tree.clone(v) for n, v in full.items() if not isinstance(v, dict) or v}
 
 
 def _of_module(source: Any, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -224,10 +227,6 @@ def _of_state(state: TrainState) -> dict[str, Any]:
     }
 
 
-def _full_tensor(leaf: Any) -> Any:
-    return leaf.detach().full_tensor() if tree.is_shard(leaf) else leaf
-
-
 def _hyperparameters(
     optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -235,13 +234,6 @@ def _hyperparameters(
     names = [name for name in optimizer.defaults if name not in _HOW]
     lists = {name: [group[name] for group in groups] for name in names}
     return {"lr": lists.pop("lr", []), "hyper": lists}
-
-
-def _gradients(source: Grads | nn.Module) -> dict[str, torch.Tensor]:
-    if isinstance(source, nn.Module):
-        named = _unwrap(source).named_parameters()
-        return {name: param.grad for name, param in named if param.grad is not None}
-    return dict(source.tensors)
 
 
 def _unwrap(model: Any) -> Any:
@@ -252,24 +244,15 @@ def _unwrap(model: Any) -> Any:
 @contextmanager
 def _running(loop: Loop, steps: int) -> Generator[Iterator[Quantities]]:
     """Run a loop for `steps` updates, and restore the process's random generators afterwards."""
-    with _draws_kept():
-        reports = iter(loop())
+    python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 - what loops draw from
+    with torch.random.fork_rng(devices=range(devices.count())):
+        reports = iter(())
         try:
+            reports = iter(loop())
             yield islice(reports, steps + 1)
         finally:
             if isinstance(reports, Generator):
                 reports.close()
-
-
-@contextmanager
-def _draws_kept() -> Generator[None]:
-    """On exit from the `with` block, restore the process's random generators."""
-    python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 - what loops draw from
-    all_devices = range(devices.count())
-    with torch.random.fork_rng(devices=all_devices):
-        try:
-            yield
-        finally:
             random.setstate(python)
             np.random.set_state(numbers)  # noqa: NPY002
 
@@ -294,7 +277,7 @@ def _check(count: int, one: Quantities, two: Quantities, tolerance: Comparison) 
     look = _BEGINNING if begins else _LOOK_AT.get(first)
     named = f"{when}, {first} is the first to differ (old loop and new loop):"
     lines = [
-        named + format_differences(diffs[first]),
+        named + format_differences({first: diffs[first]}),
         f"Also different: {', '.join(rest)}." if rest else "",
         f"Not different: {', '.join(agree)}." if agree else "",
         f"Check {look}." if look else "",
@@ -323,7 +306,7 @@ def _check_lengths(old: int, count: int, next_of_new: Any, steps: int) -> None:
 
 def _differing(
     one: Quantities, two: Quantities, comparison: Comparison
-) -> dict[str, list[Difference]]:
+) -> dict[str, list[str]]:
     """Return the differences of two reports by quantity, with causes before effects."""
     diffs = comparison.by_name(one, two)
     return {name: diffs[name] for name in _sort_names(diffs)}
@@ -332,8 +315,6 @@ def _differing(
 def _sort_names(*reports: Quantities) -> tuple[str, ...]:
     """Return the names of all quantities, with causes before effects."""
     names = dict.fromkeys(name for report in reports for name in report)
-    return tuple(sorted(names, key=_place))
-
-
-def _place(name: str) -> int:
-    return _CAUSES.index(name if name in _CAUSES else None)
+    return tuple(
+        sorted(names, key=lambda n: _CAUSES.index(n if n in _CAUSES else None))
+    )

@@ -31,6 +31,7 @@ from accelfn.plug import codec, save, tree
 from accelfn.testing.laws import leaves
 from accelfn.testing.simulate import simulate
 from accelfn.testing.simulation.calls import Entry
+from accelfn.testing.traffic import import_script
 from accelfn.typing import Cursor
 
 __all__ = ["on_ranks", "register_profiles"]
@@ -77,7 +78,8 @@ def _on_every_rank(
 
         def rank(rank_world: World) -> Any:
             __tracebackhide__ = True
-            logs[rank_world.rank] = _log_of(rank_world)
+            group: Any = rank_world.group
+            logs[rank_world.rank] = group.log
             return test(*args, world=rank_world, **kwargs)
 
         rank.__qualname__ = test.__qualname__
@@ -95,17 +97,11 @@ def _format_report(
     item: pytest.Function, error: BaseException, log: Sequence[Entry]
 ) -> str:
     """Return a text with the command that repeats a failed test, and the last collectives."""
-    latest = log[-_NUM_SHOWN:]
     lines = [f"To repeat the test: pytest {item.nodeid!r}"]
     lines += [note for note in getattr(error, "__notes__", []) if _REPEAT in note]
-    lines.append(f"The last of {len(log)} completed collectives:")
-    lines += [f"  {entry}" for entry in latest]
-    return "\n".join(lines if latest else lines[:-1])
-
-
-def _log_of(world: World) -> list[Entry]:
-    group: Any = world.group
-    return group.log
+    if log:
+        lines.append(f"The last of {len(log)} completed collectives:")
+    return "\n".join([*lines, *(f"  {entry}" for entry in log[-_NUM_SHOWN:])])
 
 
 # Crash bundles: files with the arguments of a step that raised, to run it again in simulation.
@@ -196,7 +192,11 @@ def _write(
     path = folder / f"rank-{world.rank:05d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    over = any(state.lease.is_over for state in flat)
+    states = (
+        None  # the step raised in the middle of an update: tensors are partly updated
+    )
+    if not any(state.lease.is_over for state in flat):
+        states = [codec.encode(save.fields_of(s), tensors, path="state") for s in flat]
     bundle: dict[str, Any] = {
         "format": FORMAT,
         "rank": world.rank,
@@ -212,11 +212,7 @@ def _write(
             "message": str(error),
             "traceback": "".join(traceback.format_exception(error)),
         },
-        "states": None
-        if over  # the step raised in the middle of an update: tensors are partly updated
-        else [
-            codec.encode(save.fields_of(state), tensors, path="state") for state in flat
-        ],
+        "states": states,
         "given": [codec.encode(_plain(arg), tensors, path="batch") for arg in args],
     }
     dense = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
@@ -311,15 +307,12 @@ def _made_by(source: Mapping[str, str]) -> Make:
     if name not in sys.modules and importlib.util.find_spec(name) is None:
         name = "__main__"
     if name != "__main__":
-        module = importlib.import_module(name)
-    else:  # import a script under another name, so `if __name__ == "__main__"` does not run
-        spec = importlib.util.spec_from_file_location("replayed", source["file"])
-        if spec is None or spec.loader is None:
-            msg = (
-                f"replay: Python cannot import {source['file']}, which defines make. Move make"
-                " to a file with the suffix .py, and write the bundle again."
-            )
-            raise CheckpointError(msg)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        return getattr(importlib.import_module(name), source["name"])
+    module = import_script(Path(source["file"]))
+    if module is None:
+        msg = (
+            f"replay: Python cannot import {source['file']}, which defines make. Move make to a"
+            " file with the suffix .py, and write the bundle again."
+        )
+        raise CheckpointError(msg)
     return getattr(module, source["name"])

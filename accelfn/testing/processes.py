@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from multiprocessing.connection import Connection as Pipe
@@ -36,16 +36,11 @@ from accelfn.plug import axes as arithmetic
 from accelfn.testing.comparing import (
     SAVED,
     Comparison,
-    Difference,
+    children,
     describe_value,
     format_differences,
 )
-from accelfn.testing.rank import (
-    Answer,
-    Surroundings,
-    pack,
-    serve,
-)
+from accelfn.testing.rank import Answer, Surroundings, pack, serve
 from accelfn.testing.simulation.plan import Plan
 from accelfn.testing.simulation.ranks import seed_rank
 
@@ -104,7 +99,13 @@ def run_processes(
     `simulate` runs the same program with ranks in one process. It is faster, and it raises an
     error where Gloo waits, aborts or returns wrong numbers.
     """
-    _check(size, fn, timeout)
+    if not arguments.is_integer(size, 1):
+        msg = f"run_processes({size!r}, ...): expected a number of ranks, 1 or more."
+        raise ArgumentError(msg)
+    if not callable(fn):
+        msg = f"run_processes({size}, {fn!r}): expected a function that takes a World."
+        raise ArgumentError(msg)
+    arguments.check_seconds("run_processes", "timeout", timeout)
     sizes = {} if axes is None else arithmetic.resolve_axes("run_processes", axes, size)
     program = pack((fn, args, sizes))
     with _LOCK:
@@ -113,16 +114,6 @@ def run_processes(
         except BaseException:
             _end(size)
             raise
-
-
-def _check(size: int, fn: object, timeout: float) -> None:
-    if not arguments.is_integer(size, 1):
-        msg = f"run_processes({size!r}, ...): expected a number of ranks, 1 or more."
-        raise ArgumentError(msg)
-    if not callable(fn):
-        msg = f"run_processes({size}, {fn!r}): expected a function that takes a World."
-        raise ArgumentError(msg)
-    arguments.check_seconds("run_processes", "timeout", timeout)
 
 
 @attrs.frozen
@@ -182,8 +173,7 @@ class Pool:
         try:
             for rank in range(size):
                 name = f"rank {rank} of {size}"
-                process = RankProcess.start(serve, rank, size, store, name=name)
-                self._ranks.append(process)
+                self._ranks += [RankProcess.start(serve, rank, size, store, name=name)]
         except BaseException:
             self.close()
             raise
@@ -199,9 +189,7 @@ class Pool:
             with suppress(OSError):  # the answer of an ended rank reports its end
                 rank.pipe.send_bytes(message)
         size, answers = len(self._ranks), self._answers(timeout)
-        failures = {
-            r: answer for r, answer in answers.items() if answer.failure is not None
-        }
+        failures = {r: a for r, a in answers.items() if a.failure is not None}
         if failures:
             raise RankError(_report(failures, size))
         late = [rank for rank in range(size) if rank not in answers]
@@ -291,12 +279,10 @@ def _nameless_main() -> Generator[None]:
 
 
 _SECONDS = 600.0
-_BITWISE = Comparison(
-    bitwise=True, sides=("the simulated world", "the world of processes")
-)
-_NUMBERS = (bool, int, float, complex)
-_PLAIN = frozenset({*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device})
+_SIDES = "the simulated world", "the world of processes"
+_BITWISE = Comparison(bitwise=True, sides=_SIDES)
 _KEYS = frozenset({bool, int, str, bytes, type(None)})
+_PLAIN = _KEYS | {float, complex, torch.dtype, torch.device}
 
 
 def check_comparable(plan: Plan) -> None:
@@ -344,13 +330,10 @@ def compare_with_processes(plan: Plan, results: Sequence[Mapping[str, Any]]) -> 
         ArgumentError: a result contains a value that cannot be compared.
     """
     try:
+        args = plan.fn, plan.seed
+        axes = plan.axes or None
         real = run_processes(
-            plan.size,
-            _run_on_rank,
-            plan.fn,
-            plan.seed,
-            timeout=_SECONDS,
-            axes=plan.axes or None,
+            plan.size, _run_on_rank, *args, timeout=_SECONDS, axes=axes
         )
     except RankError as error:
         msg = (
@@ -359,7 +342,7 @@ def compare_with_processes(plan: Plan, results: Sequence[Mapping[str, Any]]) -> 
         )
         raise LawError(msg) from error
     for rank, (ours, theirs) in enumerate(zip(results, real, strict=True)):
-        diffs = list(_differences(ours, theirs))
+        diffs = _BITWISE.by_name(ours, theirs)
         if diffs:
             msg = (
                 f"Rank {rank} of {plan.size} returned different results in a simulated world and"
@@ -373,17 +356,6 @@ def _run_on_rank(world: World, fn: Callable[[World], Any], seed: int) -> dict[st
     """Run a program with the seed of a simulated rank, and return the leaves of its result."""
     seed_rank(seed, world.rank, world.device)
     return leaves_by_path(fn(world))
-
-
-def _differences(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any]
-) -> Iterator[Difference]:
-    for path in {**ours, **theirs}:
-        if path in ours and path in theirs:
-            yield from _BITWISE.differences(path, ours[path], theirs[path])
-        else:
-            side = _BITWISE.sides[path not in ours]
-            yield Difference(path, f"only in {side}")
 
 
 @attrs.frozen(repr=False)
@@ -422,42 +394,28 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _entries(path: str, tree: Any) -> dict[str, Any]:
     """Return the entries of a container or record, by the code that accesses each entry."""
+    names: Iterable[str]
+    if isinstance(tree, (Mapping, set, frozenset)) and not isinstance(tree, Metrics):
+        for key in cast("set[Any]", tree):
+            parts = cast("Any", key) if type(key) is tuple else (key,)
+            if not all(type(part) in _KEYS for part in parts):
+                place = f"a key of {path}"
+                raise _incomparable(place, key)
     if isinstance(tree, TrainState):
-        return {f".{name}": getattr(tree, name) for name in SAVED}
-    if isinstance(tree, (Metrics, Pending)):
-        is_metrics = isinstance(tree, Metrics)
-        return {".sums": tree.sums} if is_metrics else {".wait()": tree.wait()}
-    if isinstance(tree, Mapping):
-        items = cast("Mapping[Any, Any]", tree).items()
-        return {f"[{_key(path, key)!r}]": value for key, value in items}
-    if isinstance(tree, (list, tuple)):
-        values = cast("list[Any]", tree)
-        fields: Any = getattr(tree, "_fields", None)  # the mark of a namedtuple
-        names = [f".{field}" for field in fields or ()]
-        return {(names or _places(values))[i]: value for i, value in enumerate(values)}
-    if isinstance(tree, (set, frozenset)):
-        members = sorted(cast("set[Any]", tree), key=lambda m: repr(_key(path, m)))
-        return dict(zip(_places(members), members, strict=True))
-    if attrs.has(type(tree)):
-        named = [field.name for field in attrs.fields(type(tree))]
+        names = SAVED
+    elif isinstance(tree, Metrics):
+        names = ["sums"]
+    elif isinstance(tree, (set, frozenset)):
+        return _entries(path, sorted(cast("set[Any]", tree), key=repr))
+    elif isinstance(tree, (Mapping, list, tuple, Pending)):
+        return dict((children("", tree) or {}).values())
+    elif attrs.has(type(tree)):
+        names = [field.name for field in attrs.fields(type(tree))]
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        named = [field.name for field in dataclasses.fields(tree)]
+        names = [field.name for field in dataclasses.fields(tree)]
     else:
         raise _incomparable(path, tree)
-    return {f".{name}": getattr(tree, name) for name in named}
-
-
-def _places(values: Any) -> list[str]:
-    return [f"[{i}]" for i in range(len(values))]
-
-
-def _key(path: str, key: Any) -> Any:
-    if type(key) in _KEYS or (
-        type(key) is tuple and all(type(k) in _KEYS for k in key)
-    ):
-        return key
-    place = f"a key of {path}"
-    raise _incomparable(place, key)
+    return {f".{name}": getattr(tree, name) for name in names}
 
 
 def _values(path: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ printed as the code that creates it, and shrinks to the smallest value that stil
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
@@ -84,10 +85,10 @@ def chains(
     present = {type(must.value) if must.value else must.row.cls for must in musts}
     away = {row_of(cls) for cls in exclude}
     free = [row for row in CATALOG if row not in away and row.cls not in present]
-    reducers = [row for row in free if _reduces(row)] if reduced else []
-    places = [
-        _Place(row, field=field) for row in free if field is None or field in row.fields
-    ]
+    reducing = {"engine", "reduce"} if reduced else set[str]()
+    reducers = [row for row in free if reducing & row.fields]
+    fitting = [row for row in free if field is None or field in row.fields]
+    places = [_Place(row, field=field) for row in fitting]
     return _chains(musts, reducers, places, max_size)
 
 
@@ -124,10 +125,6 @@ def _must(member: Any) -> _Place:
     return _Place(rows[0] if rows else Row(type(member), st.just({})), member)
 
 
-def _reduces(row: Row) -> bool:
-    return bool({"engine", "reduce"} & row.fields)
-
-
 @st.composite
 def _chains(
     draw: st.DrawFn,
@@ -156,12 +153,8 @@ def _draw_transform(
 ) -> Transform:
     if place.value is not None:
         return place.value
-    methods = {
-        field
-        for other in places
-        if other is not place
-        for field in fields_of(other.row.cls)
-    }
+    others = (fields_of(other.row.cls) for other in places if other is not place)
+    methods = frozenset[str]().union(*others)
     field, strategy = place.field, place.row.transforms(methods)
     if field is not None:
         strategy = strategy.filter(lambda t: contract.has_field(t, field))
@@ -274,34 +267,23 @@ def datasets(
         min_size: the smallest number of samples.
         max_size: the largest number of samples.
     """
+
+    def samples(numbers: st.SearchStrategy[Any]) -> st.SearchStrategy[Samples]:
+        row = st.lists(numbers, min_size=inputs + outputs, max_size=inputs + outputs)
+        # draw the number of rows first: otherwise an example cannot shrink to only its last row
+        sizes = st.integers(min_size, max_size)
+        tables = sizes.flatmap(lambda n: st.lists(row, min_size=n, max_size=n))
+        return tables.map(
+            lambda rows: Samples([r[:inputs] for r in rows], [r[inputs:] for r in rows])
+        )
+
     if dyadic is None:
-        shapes = (inputs, outputs, min_size, max_size)
-        return _samples(_INTEGERS, *shapes) | _samples(_TENTHS, *shapes)
-    numbers = _INTEGERS if dyadic else _TENTHS
-    return _samples(numbers, inputs, outputs, min_size, max_size)
+        return samples(_INTEGERS) | samples(_TENTHS)
+    return samples(_INTEGERS if dyadic else _TENTHS)
 
 
 _INTEGERS = st.integers(-3, 3)
 _TENTHS = _INTEGERS.map(lambda number: number + number / 10)
-
-
-def _samples(
-    numbers: st.SearchStrategy[Any],
-    inputs: int,
-    outputs: int,
-    min_size: int,
-    max_size: int,
-) -> st.SearchStrategy[Samples]:
-    wide = inputs + outputs
-    row = st.lists(numbers, min_size=wide, max_size=wide)
-    # draw the number of rows first: otherwise an example cannot shrink to only its last row
-    sizes = st.integers(min_size, max_size)
-    rows = sizes.flatmap(lambda n: st.lists(row, min_size=n, max_size=n))
-    return rows.map(
-        lambda table: Samples(
-            [row[:inputs] for row in table], [row[inputs:] for row in table]
-        )
-    )
 
 
 # Fields of a record that the caller sets, each to a value or to a strategy that draws values.
@@ -330,15 +312,6 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 _REDUCTIONS = ("mean", "sum", "weighted", "masked")
 
 
-def _is_reduction(_owner: object, _field: object, value: object) -> None:
-    if value not in _REDUCTIONS:
-        msg = (
-            f"Criterion({value!r}): expected one of"
-            f" {', '.join(map(repr, _REDUCTIONS))}."
-        )
-        raise ArgumentError(msg)
-
-
 @attrs.frozen(repr=False)
 class Criterion:
     """A loss function of a batch `(inputs, targets)`.
@@ -355,7 +328,9 @@ class Criterion:
         Criterion('masked', squared=True)
     """
 
-    reduction: str = attrs.field(default="mean", validator=_is_reduction)
+    reduction: str = attrs.field(
+        default="mean", validator=arguments.one_of(*_REDUCTIONS, within="")
+    )
     squared: bool = attrs.field(default=False, kw_only=True)
 
     __repr__ = as_code
@@ -401,14 +376,13 @@ _FEATURES = arguments.integer(1, "a number of features", within="")
 _LAYERS = arguments.integer(0, "a number of hidden layers", within="")
 
 
-def _is_floating(_owner: object, _field: object, value: object) -> None:
-    dtype = getattr(torch, str(value), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        msg = (
-            f"Net(dtype={value!r}): expected the name of a floating-point dtype as a string,"
-            ' such as "float32".'
-        )
-        raise ArgumentError(msg)
+_DTYPE = arguments.satisfies(
+    lambda name: (
+        getattr(getattr(torch, str(name), None), "is_floating_point", False) is True
+    ),
+    'the name of a floating-point dtype as a string, such as "float32"',
+    within="",
+)
 
 
 @attrs.frozen(kw_only=True, repr=False)
@@ -444,7 +418,7 @@ class Net:
     norm: bool = False
     dropout: bool = False
     dyadic: bool = False
-    dtype: str = attrs.field(default="float64", validator=_is_floating)
+    dtype: str = attrs.field(default="float64", validator=_DTYPE)
     inputs: int = attrs.field(default=3, validator=_FEATURES)
     outputs: int = attrs.field(default=2, validator=_FEATURES)
 
@@ -688,15 +662,10 @@ class Program:
     ) -> tuple[TrainState, list[Metrics]]:
         """Train for some updates, by default all. Return the state and each update's metrics."""
         count = self.updates if updates is None else updates
-        history: list[Metrics] = []
-        if count == 0:
-            return state, history
-        step = make_step(self.loss)
-        for batch in batches(state):
+        step, history = make_step(self.loss), list[Metrics]()
+        for batch in islice(batches(state) if count else (), count):
             state, metrics = step(state, batch)
             history.append(metrics)
-            if len(history) == count:
-                break
         return state, history
 
 
@@ -715,11 +684,7 @@ def programs(*, exact: bool = False, **fields: Any) -> st.SearchStrategy[Program
     Example:
         >>> for_mine = programs(setup=chains(include=[af.ema(0.5)], reduced=True))
     """
-    values = {
-        name
-        for name, field in fields.items()
-        if not isinstance(field, st.SearchStrategy)
-    }
+    values = {n for n, v in fields.items() if not isinstance(v, st.SearchStrategy)}
     return _programs(exact, field_strategies(fields, _EXACT if exact else _ANY), values)
 
 

@@ -7,8 +7,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from importlib import import_module
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TypeAlias
@@ -68,25 +69,17 @@ def _check_same_calls(logs: Mapping[int, Sequence[Entry]], ranks: int) -> None:
         for entry in entries:
             if len(entry.ranks) < size:
                 among = f"the axis {entry.group!r}" if entry.group else "two ranks"
-                _refuse(
-                    ranks,
-                    f"{_describe_call(entry)} is a call among {among}, not among all ranks",
-                )
+                call = _describe_call(entry)
+                _refuse(ranks, f"{call} is a call among {among}, not among all ranks")
     for size, entries in rest:
         for a, b in zip(calls, entries, strict=False):
             if _known_by(a) != _known_by(b):
-                _refuse(
-                    ranks,
-                    f"the program calls {_describe_call(a)} on {first} ranks, but"
-                    f" {_describe_call(b)} on {size}",
-                )
-        if len(calls) != len(entries):
-            shorter, longer = sorted((calls, entries), key=len)
-            more, fewer = (first, size) if longer is calls else (size, first)
-            call = _describe_call(longer[len(shorter)])
-            _refuse(
-                ranks, f"the program calls {call} on {more} ranks, but not on {fewer}"
-            )
+                call = f"{_describe_call(a)} on {first} ranks, but {_describe_call(b)}"
+                _refuse(ranks, f"the program calls {call} on {size}")
+        more, fewer = (first, size) if len(calls) > len(entries) else (size, first)
+        for extra in (*calls[len(entries) :], *entries[len(calls) :]):
+            call = f"{_describe_call(extra)} on {more} ranks, but not on {fewer}"
+            _refuse(ranks, f"the program calls {call}")
 
 
 def _known_by(entry: Entry) -> tuple[object, ...]:
@@ -105,17 +98,12 @@ def _foreseen(entries: Mapping[int, Entry], ranks: int) -> Payload:
     elif all(load.most == load.total for load in loads.values()):
         total = most  # only one rank sends
     else:
-        total = _on_a_line(
-            {n: Fraction(load.total) for n, load in loads.items()}, ranks
-        )
+        total = _on_a_line({n: Fraction(e.total) for n, e in loads.items()}, ranks)
     if total is None or most is None:
         text = ", ".join(f"{load.total:,} on {size}" for size, load in loads.items())
-        entry = next(iter(entries.values()))
-        _refuse(
-            ranks,
-            f"the bytes of {_describe_call(entry)} do not grow linearly with the number of ranks"
-            f" ({text} ranks)",
-        )
+        call = _describe_call(next(iter(entries.values())))
+        why = f"the bytes of {call} do not grow linearly with the number of ranks"
+        _refuse(ranks, f"{why} ({text} ranks)")
     return attrs.evolve(like, ranks=ranks, most=int(most), total=int(total))
 
 
@@ -125,7 +113,7 @@ def _on_a_line(values: Mapping[int, Fraction], at: int) -> Fraction | None:
     A payload that falls with the number of ranks is one piece of a split tensor. The padding or
     the smaller last piece depends on the number of ranks, so a line would be wrong.
     """
-    (x, y), (other_x, other_y), *_ = ((n, Fraction(y)) for n, y in values.items())
+    (x, y), (other_x, other_y), *_ = values.items()
     slope = (other_y - y) / (other_x - x)
     if slope < 0 or any(y + slope * (n - x) != value for n, value in values.items()):
         return None
@@ -156,17 +144,13 @@ _SECONDS = 0.2
 _LARGEST = 2**28
 
 
-def _at_least(least: float, *, above: bool = False) -> Any:
-    def check(_link: object, field: Any, value: object) -> None:
-        good = arguments.is_number(value) and (
-            value > least if above else value >= least
-        )
-        if not good:
-            limit = f"above {least:g}" if above else f"of at least {least:g}"
-            msg = f"Link({field.name}={value!r}): expected a number {limit}."
-            raise ArgumentError(msg)
-
-    return attrs.field(validator=check, kw_only=True)
+_satisfies = partial(arguments.satisfies, within="")
+_is_amount = _satisfies(
+    lambda value: arguments.is_number(value) and value >= 0, "a number of at least 0"
+)
+_is_positive = _satisfies(
+    lambda value: arguments.is_number(value) and value > 0, "a number above 0"
+)
 
 
 @attrs.frozen
@@ -190,15 +174,9 @@ class Link:
         Link(latency=0.0001, bandwidth=125000, overhead=0.0)
     """
 
-    latency: float = _at_least(0)
-    bandwidth: float = _at_least(0, above=True)
-    overhead: float = attrs.field(default=0.0, kw_only=True)
-
-    @overhead.validator  # pyright: ignore[reportAttributeAccessIssue, reportUntypedFunctionDecorator]
-    def _is_overhead(self, field: Any, value: object) -> None:
-        if not arguments.is_number(value) or not value >= 0:
-            msg = f"Link({field.name}={value!r}): expected a number of at least 0."
-            raise ArgumentError(msg)
+    latency: float = attrs.field(validator=_is_amount, kw_only=True)
+    bandwidth: float = attrs.field(validator=_is_positive, kw_only=True)
+    overhead: float = attrs.field(default=0.0, validator=_is_amount, kw_only=True)
 
     def seconds(self, cost: Cost) -> float:
         """Return the seconds that a collective takes if each rank has this link."""
@@ -252,10 +230,6 @@ def _time_sum(count: int, world: World) -> float:
 # The traffic of a program as a table of text.
 
 
-_TOTAL = "all"
-_NO_LABEL = "no label"
-
-
 def format_table(
     columns: Mapping[int, Mapping[str | None, int]],
     updates: int,
@@ -268,31 +242,18 @@ def format_table(
         updates: the number of updates.
         seconds: the seconds per update, by the number of ranks.
     """
-    labels = list(
-        dict.fromkeys(label for column in columns.values() for label in column)
-    )
     head = [f"{size} rank{'s' * (size != 1)}" for size in columns]
     rows = [("bytes per update", *head)]
-    for label in labels:
-        cells = [
-            _per_update(column.get(label, 0), updates) for column in columns.values()
-        ]
-        rows.append((_NO_LABEL if label is None else label, *cells))
+    for label in dict.fromkeys(chain.from_iterable(columns.values())):
+        counts = [column.get(label, 0) for column in columns.values()]
+        cells = [_per_update(count, updates) for count in counts]
+        rows.append(("no label" if label is None else label, *cells))
     totals = [sum(column.values()) for column in columns.values()]
-    rows.append((_TOTAL, *(_per_update(total, updates) for total in totals)))
+    rows.append(("all", *(_per_update(total, updates) for total in totals)))
     shares = zip(totals, columns, strict=True)
     rows.append(("per rank", *(_per_update(t, updates * n) for t, n in shares)))
     if seconds is not None:
         rows.append(("seconds per update", *(f"{s:.3g}" for s in seconds.values())))
-    return _align_columns(rows)
-
-
-def _per_update(total: int, parts: int) -> str:
-    quotient, rest = divmod(total, parts)
-    return f"{quotient:,}" if not rest else f"{total / parts:,.1f}"
-
-
-def _align_columns(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines: list[str] = []
     for first, *rest in rows:
@@ -301,20 +262,15 @@ def _align_columns(rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join(lines)
 
 
+def _per_update(total: int, parts: int) -> str:
+    quotient, rest = divmod(total, parts)
+    return f"{quotient:,}" if not rest else f"{total / parts:,.1f}"
+
+
 Label: TypeAlias = str | None
 Log: TypeAlias = tuple[Entry, ...]
 
 _BESIDE_BACKWARD = "DistributedDataParallel backward"
-
-
-@attrs.frozen(kw_only=True)
-class _Call:
-    """One collective of a program, with its ranks and its cost."""
-
-    label: Label
-    step: int | None
-    ranks: Sequence[int]
-    cost: Cost
 
 
 @attrs.frozen(kw_only=True)
@@ -394,12 +350,12 @@ class Traffic:
             msg = f"Traffic.seconds(overlap={overlap!r}): expected a fraction from 0 to 1."
             raise ArgumentError(msg)
         calls = self._calls(ranks, algorithm, of_updates=True)
-        is_global = all(len(call.ranks) == ranks for call in calls)
+        # in a prediction, and often in a run, all ranks take part in each call
+        is_global = all(len(entry.ranks) == ranks for entry, _ in calls)
+        backward = compute * overlap
         slowest = max(
-            _wait_seconds(
-                [c for c in calls if rank in c.ranks], link, compute * overlap
-            )
-            for rank in (range(1) if is_global else range(ranks))
+            _wait_seconds([c for c in calls if rank in c[0].ranks], link, backward)
+            for rank in range(ranks if ranks in self.logs and not is_global else 1)
         )
         return compute + slowest / max(1, self.updates)
 
@@ -441,57 +397,50 @@ class Traffic:
         self, ranks: int, algorithm: Algorithm, *, of_updates: bool
     ) -> dict[Label, int]:
         totals: defaultdict[Label, int] = defaultdict(int)
-        for call in self._calls(ranks, algorithm, of_updates=of_updates):
-            totals[call.label] += call.cost.num_bytes
+        for entry, share in self._calls(ranks, algorithm, of_updates=of_updates):
+            totals[entry.label] += share.num_bytes
         return dict(totals)
 
     def _calls(
         self, ranks: int, algorithm: Algorithm, *, of_updates: bool
-    ) -> list[_Call]:
+    ) -> list[tuple[Entry, Cost]]:
+        """Return the collectives of a run, each with its cost on this number of ranks."""
         if not arguments.is_integer(ranks, 1):
             msg = f"Traffic: expected a number of ranks, 1 or more, got {ranks!r}."
             raise ArgumentError(msg)
         check_choice("Traffic", "algorithm", algorithm, Algorithm)
+        # without updates, the whole log counts as one update
         logs = {
-            size: self._part(log, of_updates=of_updates)
+            size: [
+                e for e in log if (e.step is not None or not self.updates) is of_updates
+            ]
             for size, log in self.logs.items()
         }
         entries = logs.get(ranks, next(iter(logs.values())))
         if ranks in logs:
-            calls = [payload_of(entry) for entry in entries]
+            payloads = [payload_of(entry) for entry in entries]
         elif ranks == 1:  # a single rank sends nothing
-            calls = [attrs.evolve(payload_of(entry), ranks=1) for entry in entries]
+            payloads = [attrs.evolve(payload_of(entry), ranks=1) for entry in entries]
         else:
-            calls = foreseen(logs, ranks)
-        return [
-            _Call(
-                label=entry.label,
-                step=entry.step,
-                ranks=entry.ranks if ranks in logs else range(ranks),
-                cost=cost(payload, algorithm),
-            )
-            for entry, payload in zip(entries, calls, strict=True)
-        ]
-
-    def _part(self, log: Log, *, of_updates: bool) -> Log:
-        """Return the part of a log during the updates, or the part before the first update."""
-        if not self.updates:
-            return log if of_updates else ()
-        return tuple(e for e in log if (e.step is not None) is of_updates)
+            payloads = foreseen(logs, ranks)
+        costs = (cost(payload, algorithm) for payload in payloads)
+        return list(zip(entries, costs, strict=True))
 
 
-def _wait_seconds(calls: Sequence[_Call], link: Link, backward: float) -> float:
+def _wait_seconds(
+    calls: Sequence[tuple[Entry, Cost]], link: Link, backward: float
+) -> float:
     """Return the seconds that a rank waits in its collectives, over all updates."""
-    by_step: defaultdict[int | None, list[_Call]] = defaultdict(list)
-    for call in calls:
-        by_step[call.step].append(call)
+    buckets: defaultdict[int | None, list[Cost]] = defaultdict(list)
     seconds = 0.0
-    for update in by_step.values():
-        buckets = [c.cost for c in update if c.label == _BESIDE_BACKWARD]
-        rest = [c.cost for c in update if c.label != _BESIDE_BACKWARD]
-        seconds += sum(link.seconds(other) for other in rest)
-        seconds += _after_backward(buckets, link, backward)
-    return seconds
+    for entry, share in calls:
+        if entry.label == _BESIDE_BACKWARD:
+            buckets[entry.step].append(share)
+        else:
+            seconds += link.seconds(share)
+    return seconds + sum(
+        _after_backward(costs, link, backward) for costs in buckets.values()
+    )
 
 
 def _after_backward(buckets: Sequence[Cost], link: Link, backward: float) -> float:
@@ -640,12 +589,22 @@ def _program(word: str) -> Program:
 
 
 def _file(path: Path) -> ModuleType:
-    """Import a script under another name, so that `if __name__ == "__main__"` does not run."""
-    name = f"foreseen {path}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not arguments.is_file(path):
+    module = import_script(path) if arguments.is_file(path) else None
+    if module is None:
         msg = f"The file {path} does not exist. Write the path from the current directory."
         raise ArgumentError(msg)
+    return module
+
+
+def import_script(path: Path) -> ModuleType | None:
+    """Import a script under another name, so that `if __name__ == "__main__"` does not run.
+
+    Return None if Python cannot import files with this suffix.
+    """
+    name = f"script {path}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        return None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module here
     sys.path.insert(0, str(path.parent))  # as `python script.py` does

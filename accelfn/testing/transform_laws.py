@@ -124,10 +124,10 @@ def idle_methods(transforms: Any, acts: Mapping[str, set[int]], size: int) -> li
         # a method that sees skips must also act in a skipped update
         sees_skips = "sees_skips" in contract.facts_of(transform)
         in_skip = sees_skips and field == "after_update"
-        has_method = contract.has_field(transform, field)
+        is_due = size > 1 or field not in _OVER_RANKS
+        has_method = is_due and contract.has_field(transform, field)
         if has_method and callable(getattr(transform, field)):
-            if size > 1 or field not in _OVER_RANKS:
-                methods.append(method_name(transform, field, in_skip=in_skip))
+            methods.append(method_name(transform, field, in_skip=in_skip))
     return [name for name in methods if name not in acts]
 
 
@@ -257,7 +257,6 @@ def fact_law(members: Sequence[Any], build: Around) -> Law:
 
 def _no_entry(subject: Subject, members: Sequence[Any]) -> str | None:
     """Check that every name in `by_rank` is an entry of the slot."""
-
     slots = simulate(1, lambda world: dict(subject.start(world).slots))[0]
     for member in members:
         for name in contract.facts_of(member).get("by_rank", ()):
