@@ -471,10 +471,7 @@ def assert_collectives(
           all_reduce SUM, 4 bytes, 'barrier'
     """
     if not isinstance(run, Run):
-        msg = (
-            f"assert_collectives({type(run).__name__}, ...): expected the Run that simulate"
-            " returned."
-        )
+        msg = f"assert_collectives({type(run).__name__}, ...): expected the Run of simulate."
         raise ArgumentError(msg)
     file, text = Path(path), _text(run)
     if update:

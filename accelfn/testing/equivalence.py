@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from typing import Any, TypeAlias
 
 import torch
@@ -94,10 +94,9 @@ def assert_equivalent(
             " optimizer. Leave out optimizer=."
         )
         raise ArgumentError(msg)
-    arguments.check_integer(
-        "assert_equivalent", "updates", updates, 1, "a number of updates"
-    )
-    arguments.check_sizes("assert_equivalent", sizes)
+    call = "assert_equivalent"
+    arguments.check_integer(call, "updates", updates, 1, "a number of updates")
+    arguments.check_sizes(call, sizes)
     pair = chain(setup_a), chain(setup_b)
     is_own = make is not None
     make = partial(dyadic_problem, optimizer) if make is None else make
@@ -121,26 +120,19 @@ def _runs(make: Make, setup: chain, updates: int, size: int) -> Sequence[list[He
 
     def train(world: World) -> list[Held]:
         state, step = make(world, full_setup)
-        _check_made(state, world, full_setup)
+        if state.world is not world or state.setup != full_setup:
+            msg = (
+                "assert_equivalent(make=): the state that make(world, setup) returns has another"
+                " world or setup. Write TrainState.create(..., setup=setup, world=world)."
+            )
+            raise ArgumentError(msg)
         contents: list[Held] = []
-        for batch in batches(state):
+        for batch in islice(batches(state), updates):
             state, metrics = step(state, batch)
             contents.append(_state_contents(state, metrics))
-            if len(contents) == updates:
-                break
         return [*contents, _state_contents(finalize(state), {})]
 
     return simulate(size, train)
-
-
-def _check_made(state: TrainState, world: World, setup: chain) -> None:
-    """Raise an error if the state has another world or setup."""
-    if state.world is not world or state.setup != setup:
-        msg = (
-            "assert_equivalent(make=): the state that make(world, setup) returns has another"
-            " world or setup. Write TrainState.create(..., setup=setup, world=world)."
-        )
-        raise ArgumentError(msg)
 
 
 def _over_ranks(setup: chain, size: int) -> chain:

@@ -194,10 +194,7 @@ def quantities(
 def _of_module(source: Any, optimizer: Optimizer | None) -> dict[str, Any]:
     model = _unwrap(source)
     if not isinstance(model, nn.Module):
-        msg = (
-            f"quantities({source!r}): expected a TrainState, or a torch.nn.Module and"
-            " optionally its optimizer."
-        )
+        msg = f"quantities({source!r}): expected a TrainState, or a module and its optimizer."
         raise ArgumentError(msg)
     values: dict[str, Any] = {
         "params": dict(model.named_parameters()),

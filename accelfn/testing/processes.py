@@ -227,7 +227,9 @@ class Pool:
 def _report(failures: Mapping[int, Answer], size: int) -> str:
     first, *rest = sorted(failures, key=lambda rank: failures[rank].at)
     lines = [f"Rank {first} of {size} failed first:\n{failures[first].failure}".strip()]
-    lines += [f"Rank {r} of {size} failed later: {failures[r].last_line}" for r in rest]
+    for rank in rest:  # the last line of a traceback has the message
+        last_line = str(failures[rank].failure).strip().rpartition("\n")[2]
+        lines.append(f"Rank {rank} of {size} failed later: {last_line}")
     return "\n".join(lines)
 
 

@@ -144,11 +144,6 @@ class Answer:
     failure: str | None = None
     at: float = 0.0
 
-    @property
-    def last_line(self) -> str:
-        """The last line of the traceback, which has the error message."""
-        return (self.failure or "").strip().rpartition("\n")[2]
-
 
 def serve(rank: int, size: int, store: str, pipe: Pipe) -> None:
     """Run programs on this rank until the caller's process ends."""

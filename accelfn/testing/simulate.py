@@ -11,6 +11,7 @@ import torch
 from accelfn import World
 from accelfn.errors import ArgumentError
 from accelfn.plug import arguments
+from accelfn.testing import processes
 from accelfn.testing.simulation.calls import Fault, Sums
 from accelfn.testing.simulation.plan import Plan, Run
 from accelfn.testing.simulation.ranks import run_simulation
@@ -108,9 +109,6 @@ def simulate(
 
 def _run_both(plan: Plan) -> Run[Any]:
     """Run a plan in simulation and on real processes, and compare the results."""
-    # imported here, because few runs need this module and its import is slow
-    from accelfn.testing import processes  # noqa: PLC0415
-
     processes.check_comparable(plan)
     leaves: dict[int, dict[str, Any]] = {}
 

@@ -480,11 +480,10 @@ transform |
             f" {', '.join(names)}."
         )
         raise ArgumentError(msg)
-    arguments.check_sizes("check_transform", sizes)
+    call = "check_transform"
+    arguments.check_sizes(call, sizes)
     if updates is not None:
-        arguments.check_integer(
-            "check_transform", "updates", updates, 1, "a number of updates"
-        )
+        arguments.check_integer(call, "updates", updates, 1, "a number of updates")
     other = attrs.evolve(problems[0], seed=problems[0].seed + 1)
     anew = cloudpickle.dumps(partial(_resume_runs, members, other, max(sizes)))
     acting, number = _acting(members, problems, max(sizes), updates)

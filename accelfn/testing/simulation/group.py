@@ -269,11 +269,10 @@ class SimulatedGroup(dist.ProcessGroup):
         peer: int | None = None,
         tag: int = 0,
     ) -> Call:
+        size = self._size
         for name, rank in (("root", root), ("peer", peer)):
-            if rank is not None and not 0 <= rank < self._size:
-                msg = (
-                    f"{kind}: {name} is {rank}, but there are only {self._size} ranks."
-                )
+            if rank is not None and not 0 <= rank < size:
+                msg = f"{kind}: {name} is {rank}, but there are only {size} ranks."
                 raise ArgumentError(msg)
         for tensor in sends:
             if not can_carry_out(kind, op, tensor):
