@@ -318,10 +318,9 @@ def own_randomness(subject: Subject) -> str | None:
         for _ in subject.advance(states, 0, 2):
             pass
         after = draws.generator_states(torch.device("cpu"))
-        for name, *pair in zip(
-            ("torch", "Python", "numpy"), before, after, strict=True
-        ):
-            if pair[0] != pair[1]:
+        names = "torch", "Python", "numpy"
+        for name, old, new in zip(names, before, after, strict=True):
+            if old != new:
                 return f"it advanced {name}'s global generator. {_DRAW}"
         return None
 

@@ -192,9 +192,8 @@ def _write(
     path = folder / f"rank-{world.rank:05d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    states = (
-        None  # the step raised in the middle of an update: tensors are partly updated
-    )
+    states = None
+    # if the step raised in the middle of an update, tensors are partly updated
     if not any(state.lease.is_over for state in flat):
         states = [codec.encode(save.fields_of(s), tensors, path="state") for s in flat]
     bundle: dict[str, Any] = {
