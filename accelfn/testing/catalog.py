@@ -61,8 +61,8 @@ class Row:
         fields = frozenset(methods)
         defaults = {name for name, away in self.default_beside.items() if away & fields}
         return self.arguments.map(
-            lambda drawn: self.cls(
-                **{n: v for n, v in drawn.items() if n not in defaults}
+            lambda options: self.cls(
+                **{n: v for n, v in options.items() if n not in defaults}
             )
         )
 

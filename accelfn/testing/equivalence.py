@@ -169,10 +169,10 @@ def _comparable(runs: Sequence[Held], pair: Sequence[chain]) -> list[Held]:
         shared = set.intersection(*map(set, reports))
         reports = [{n: r[n] for n in r if n in shared} for r in reports]
     slots = [{k: v for k, v in run["slots"].items() if k not in lone} for run in runs]
-    both = zip(runs, reports, slots, strict=True)
+    parts = zip(runs, reports, slots, strict=True)
     left_out = () if any(s.owners["eval_params"] for s in pair) else ("eval_params",)
-    merged = ({**run, "metrics": m, "slots": s} for run, m, s in both)
-    return [{k: v for k, v in run.items() if k not in left_out} for run in merged]
+    contents = ({**run, "metrics": m, "slots": s} for run, m, s in parts)
+    return [{k: v for k, v in run.items() if k not in left_out} for run in contents]
 
 
 def _format_error(

@@ -234,8 +234,8 @@ def _sum_reduced(state: TrainState, steps: range, size: float) -> _Reduced:
         name: size * weight * torch.randn(state.params[name].shape, generator=generator)
         for name in state.trainable
     }
-    taken = GradInfo(divisor=weight, shows_totals=True)
-    grads = Grads(totals, taken=taken, reduced=True)
+    info = GradInfo(divisor=weight, shows_totals=True)
+    grads = Grads(totals, taken=info, reduced=True)
     update = Update(state=state, slots=state.slots, grads=grads)
     sums = dict.fromkeys(totals, 0.0)
     for step in steps:
@@ -347,10 +347,8 @@ def _watch_losses(transform: Any, report: Report) -> Any:
     def call(field: str, method: Any, self: Any, value: Any, *rest: Any) -> Any:
         new_value, slot = method(self, value, *rest)
         if isinstance(value, TrainState):
-            changed = (
-                n for n in _NUMBERS if getattr(new_value, n) != getattr(value, n)
-            )
-            for name in changed:
+            names = (n for n in _NUMBERS if getattr(new_value, n) != getattr(value, n))
+            for name in names:
                 report(
                     f"{self!r}.{field} changes state.{name}. Only the step may change it."
                 )
@@ -407,9 +405,9 @@ def _watch_flow(transform: Any, report: Report) -> Any:
         slot, update = rest
 
         def result(by: int, at: Update) -> Any:
-            changed = _change_numbers(value, by)
+            variant = _change_numbers(value, by)
             with torch.random.fork_rng(devices=[]):  # the same draws in all calls
-                new_value, _ = method(self, changed, tree.clone(slot), at)
+                new_value, _ = method(self, variant, tree.clone(slot), at)
             return dict(_by_name(new_value))
 
         with_update = result(2, _with_value(update, _change_numbers(value, 2)))
@@ -459,8 +457,8 @@ def _skips_whole(members: Sequence[Any], build: Around) -> Law:
             for state, _ in islice(states, subject.updates + 3):
                 contents = entries(state, gather=True).items()
                 # `report_metric` changes 'reported' between updates
-                kept = ((n, e) for n, e in contents if "'reported'" not in n)
-                after = {n: e for n, e in kept if n.startswith(parts)}
+                pairs = ((n, e) for n, e in contents if "'reported'" not in n)
+                after = {n: e for n, e in pairs if n.startswith(parts)}
                 if previous and state.num_skipped > num_skipped:
                     broken = broken or first_difference(previous, after)
                 num_skipped, previous = state.num_skipped, after
@@ -601,9 +599,9 @@ def _owes_once(subject: Subject) -> str | None:
         for history in once
     ]
     states = "the states after one and after two calls of finalize"
-    others = "the parameters of rank 0 and of another rank after finalize"
+    ranks = "the parameters of rank 0 and of another rank after finalize"
     return differ(once, again, states) or differ(
-        params[:1] * subject.size, params, others
+        params[:1] * subject.size, params, ranks
     )
 
 

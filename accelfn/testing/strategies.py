@@ -153,8 +153,8 @@ def _draw_transform(
 ) -> Transform:
     if place.value is not None:
         return place.value
-    others = (fields_of(other.row.cls) for other in places if other is not place)
-    methods = frozenset[str]().union(*others)
+    fields = (fields_of(other.row.cls) for other in places if other is not place)
+    methods = frozenset[str]().union(*fields)
     field, strategy = place.field, place.row.transforms(methods)
     if field is not None:
         strategy = strategy.filter(lambda t: contract.has_field(t, field))

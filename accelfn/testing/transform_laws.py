@@ -558,8 +558,8 @@ def _acting(
         for problem in problems:
             subject = _subject(members, problem, min(size, 2), number)
 
-            def start(world: World, watch: Any, made: Problem = problem) -> TrainState:
-                return made.state(world, _setup([watch(m) for m in members]))
+            def start(world: World, watch: Any, task: Problem = problem) -> TrainState:
+                return task.state(world, _setup([watch(m) for m in members]))
 
             try:
                 new_acts = observe_acts(subject, start)
@@ -578,13 +578,13 @@ def _acting(
         ' gives_up = {"acts": "it only reads"}.'
         for name in idlers[:1]
     ]
-    unread = [
+    without_effect = [
         f"no code reads {name}, so this option has no effect. Use it, or remove it."
         for name in unread_options(members, acts)[:1]
     ]
     laws: dict[str, Law] = {
         "acts": lambda _: next(iter(idle), None),
-        "options_read": lambda _: next(iter(unread), None),
+        "options_read": lambda _: next(iter(without_effect), None),
     }
     return laws, updates or _count_updates(acts)
 
