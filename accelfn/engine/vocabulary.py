@@ -8,9 +8,8 @@ on split scores. Every other function gets the gathered scores. Its result is co
 needs memory for the scores of all words.
 """
 
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -129,30 +128,27 @@ def _sum_of_part(tensor: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
 # exponentials, and the score of the target word.
 
 
-def cross_entropy(
-    part: torch.Tensor,
+def _cross_entropy(
+    scores: "Scores",
     target: torch.Tensor,
-    ranks: World,
     *,
-    weight: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: Literal["none", "mean", "sum"] = "mean",
-    label_smoothing: float = 0.0,
-) -> torch.Tensor:
-    """Return what `F.cross_entropy` returns for the scores of all words.
-
-    Args:
-        part: the scores of this rank's words, in the last dim.
-        target: the index of the target word of each row.
-        ranks: the ranks that share the words, in order.
-        weight: the weight of each word of the vocabulary.
-        ignore_index: the target of rows that do not count.
-        reduction: the same as in torch.
-        label_smoothing: the same as in torch.
-    """
+    weight: torch.Tensor | None,
+    size_average: bool | None,
+    ignore_index: int,
+    reduce: bool | None,
+    reduction: str,
+    label_smoothing: float,
+) -> Any:
+    """Compute `F.cross_entropy` from parts, except for probabilities and deprecated options."""
+    part, ranks = _part(scores), scores._ranks
+    is_by_word = scores._dim == min(1, part.ndim - 1)
+    says_how = size_average is not None or reduce is not None
+    if not is_by_word or says_how or target.is_floating_point():
+        return NotImplemented
     dtype, counts = part.dtype, target != ignore_index
-    number, word = part.shape[-1] * ranks.size, target.masked_fill(~counts, 0)
-    part = wide(part)  # torch does this internally, too
+    word = target.masked_fill(~counts, 0)
+    part = wide(part.movedim(scores._dim, -1))  # torch widens internally, too
+    number = part.shape[-1] * ranks.size
     largest = part.detach().amax(-1)
     with naming(_LABEL, ranks):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ranks.group)
@@ -166,9 +162,9 @@ def cross_entropy(
     if weight is not None:
         weights = weight[word].to(part.dtype) * weights
     loss = (log - due) * weights
-    for scores in spread:
+    for summed in spread:
         of_words = number if weight is None else weight.sum()
-        smooth = (of_words * log - scores) / number
+        smooth = (of_words * log - summed) / number
         loss = (1 - label_smoothing) * loss + label_smoothing * smooth
     loss = loss.masked_fill(~counts, 0)
     if reduction == "mean":
@@ -237,12 +233,9 @@ class Scores(torch.Tensor):
         del form
         return repr(self)
 
-    def __repr__(
-        self, **_: Any
-    ) -> str:  # no collective, because a single rank may print
-        """Return a text with this rank's part."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return f"Scores of this rank's words: {_part(self)!r}"
+    def __repr__(self, **_: Any) -> str:
+        """Return a text with this rank's part: a single rank may print, so no collective."""
+        return f"Scores of this rank's words: {_part(self)!r}"
 
 
 def gather_scores(tree: Any) -> Any:
@@ -262,8 +255,7 @@ def _part(scores: Scores) -> torch.Tensor:
 
 
 def _shape(scores: Scores) -> list[int]:
-    with torch._C.DisableTorchFunctionSubclass():
-        shape = list(scores.shape)
+    shape = list(_part(scores).shape)
     shape[scores._dim] *= scores._ranks.size
     return shape
 
@@ -284,16 +276,15 @@ def _by_parts(func: Any, scores: Scores, args: tuple[Any, ...], options: Any) ->
 def _elementwise(func: Any, scores: Scores, args: Any, options: Any) -> Any:
     """Apply an elementwise function; gradients of scalar arguments are summed over ranks."""
     part, ranks = _part(scores), scores._ranks
-    inputs = []
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            if arg.ndim or isinstance(arg, Scores):
-                return NotImplemented
-            inputs.append(copy_to_ranks(arg, ranks) if arg.requires_grad else arg)
-        else:
-            inputs.append(arg)
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if any(arg.ndim or isinstance(arg, Scores) for arg in tensors):
+        return NotImplemented
     if any(isinstance(option, torch.Tensor) for option in options.values()):
         return NotImplemented
+    inputs = [
+        copy_to_ranks(arg, ranks) if getattr(arg, "requires_grad", False) else arg
+        for arg in args
+    ]
     return Scores.of(func(part, *inputs, **options), ranks, scores._dim)
 
 
@@ -325,17 +316,13 @@ def _flatten(scores: Scores, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 def _view(scores: Scores, *sizes: Any) -> Any:
     part, shape = _part(scores), _shape(scores)
-    new_shape = sizes[0] if isinstance(sizes[0], (tuple, list)) else sizes
-    if scores._dim != part.ndim - 1 or not all(isinstance(n, int) for n in new_shape):
+    sizes = sizes[0] if isinstance(sizes[0], (tuple, list)) else sizes
+    if scores._dim != part.ndim - 1 or not all(isinstance(n, int) for n in sizes):
         return NotImplemented
-    new_shape = [int(n) for n in new_shape]
-    rest = math.prod(new_shape[:-1])
-    last = new_shape[-1]
-    if last == -1 and rest > 0:
-        last = math.prod(shape) // rest
-    if last != shape[-1] or (rest > 0 and rest * last != math.prod(shape)):
+    *rest, last = torch.empty(shape, device="meta").view(sizes).shape
+    if last != shape[-1]:
         return NotImplemented
-    return Scores.of(part.reshape(*new_shape[:-1], part.shape[-1]), scores._ranks)
+    return Scores.of(part.reshape(*rest, part.shape[-1]), scores._ranks)
 
 
 def _index(scores: Scores, index: Any) -> Any:
@@ -344,15 +331,10 @@ def _index(scores: Scores, index: Any) -> Any:
     index = index if isinstance(index, tuple) else (index,)
     if scores._dim != part.ndim - 1 or not all(map(_is_index, index)):
         return NotImplemented
-    places = [i for i, item in enumerate(index) if item is Ellipsis]
-    for i in places[:1]:
-        before, behind = index[:i], index[i + 1 :]
-        missing = part.ndim - _num_taken(before + behind)
-        index = (*before, *[slice(None)] * missing, *behind)
-    is_full = _num_taken(index) == part.ndim and isinstance(index[-1], slice)
-    if is_full and index[-1] == slice(None):
-        index = index[:-1]
-    if _num_taken(index) >= part.ndim:
+    *before, last = index or (...,)
+    if isinstance(last, slice) and last == slice(None):
+        return Scores.of(part[index], scores._ranks)
+    if any(item is ... for item in before) or _num_taken(index) >= part.ndim:
         return NotImplemented
     return Scores.of(part[index], scores._ranks)
 
@@ -367,32 +349,14 @@ def _num_taken(index: tuple[Any, ...]) -> int:
     return sum(
         item.ndim if isinstance(item, torch.Tensor) and item.dtype == torch.bool else 1
         for item in index
-        if item is not None
+        if item is not None and item is not ...
     )
-
-
-def _cross_entropy(
-    scores: Scores,
-    target: torch.Tensor,
-    *,
-    size_average: bool | None,
-    reduce: bool | None,
-    **options: Any,
-) -> Any:
-    """Compute `F.cross_entropy` from parts, except for probabilities and deprecated options."""
-    part = _part(scores)
-    is_by_word = scores._dim == (1 if part.ndim > 1 else 0)
-    says_how = size_average is not None or reduce is not None
-    if not is_by_word or says_how or target.is_floating_point():
-        return NotImplemented
-    part = part.movedim(scores._dim, -1)
-    return cross_entropy(part, target, scores._ranks, **options)
 
 
 _T = torch.Tensor
 _HANDLERS: Mapping[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
-    **dict.fromkeys((_T.size,), _size),
+    _T.size: _size,
     cast("Any", _T.shape).__get__: _size,
     **dict.fromkeys((_T.transpose, torch.transpose, _T.swapaxes), _transpose),
     cast("Any", _T.mT).__get__: _transpose,
