@@ -279,13 +279,17 @@ class Block:
 
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each query's result, and its log-sum-exp of scores (`lse`)."""
-        kernel = self._kernel()
-        if kernel is None:
+        if not self._has_kernel():
             products = self._products()
             lse = products.logsumexp(-1)
             shares = (products - finite(lse)[..., None]).exp()
-            return shares @ _expand_heads(wide(self.value), self), lse
-        output, lse = kernel.attend(self)
+            return shares @ self._expand_heads(wide(self.value)), lse
+        three, options = self._of_each_head()
+        if not self.query.is_cpu:
+            return _aten._scaled_dot_product_flash_attention(*three, **options)[:2]
+        output, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            *three, **options, attn_mask=self.mask
+        )
         if self.mask is None:
             return output, lse
         sees = (self.mask != _NOTHING).any(-1)
@@ -301,10 +305,20 @@ class Block:
             output: the result of all blocks together.
             lse: the `lse` of all blocks together.
         """
-        kernel = self._kernel()
-        if kernel is None:
+        if not self._has_kernel():
             return self.gradients_with_mask(upstream, output, lse)[:3]
-        query, key, value = kernel.gradients(self, upstream, output, finite(lse))
+        three, options = self._of_each_head()
+        given: Any = (upstream, *three, output, finite(lse).contiguous())
+        if self.query.is_cpu:
+            kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+            options["attn_mask"] = self.mask
+        else:
+            kernel = _aten._scaled_dot_product_flash_attention_backward
+            # None is only for batches of sequences with different lengths
+            given += (None, None, self.query.shape[2], self.key.shape[2])
+            none_drawn = torch.zeros((), dtype=torch.int64, device=output.device)
+            options |= {"philox_seed": none_drawn, "philox_offset": none_drawn}
+        query, key, value = kernel(*given, dropout_p=0.0, **options)
         return query, self._sum_heads(key), self._sum_heads(value)
 
     def gradients_with_mask(
@@ -312,10 +326,7 @@ class Block:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of query, key, value, and of the scores before masking."""
         upstream, output, query = wide(upstream), wide(output), wide(self.query)
-        key, value = (
-            _expand_heads(wide(self.key), self),
-            _expand_heads(wide(self.value), self),
-        )
+        key, value = (self._expand_heads(wide(t)) for t in (self.key, self.value))
         shares = (self._products() - finite(lse)[..., None]).exp()
         through = upstream @ value.mT - (upstream * output).sum(-1, keepdim=True)
         products = shares * through
@@ -327,9 +338,8 @@ class Block:
         )
 
     def _products(self) -> torch.Tensor:
-        products = (
-            wide(self.query) @ _expand_heads(wide(self.key), self).mT * self.scale
-        )
+        key = self._expand_heads(wide(self.key))
+        products = wide(self.query) @ key.mT * self.scale
         if self.mask is not None:
             products = products + self.mask
         if self.is_causal:
@@ -341,35 +351,36 @@ class Block:
         """Sum a gradient over the query heads that share the same keys or values."""
         return gradient.unflatten(1, (self.key.shape[1], -1)).sum(2)
 
-    def _kernel(self) -> "type[_OnHost | _OnCuda] | None":
-        features = self.query.shape[-1]
-        if (
-            features != self.value.shape[-1]
-            or not self.query.numel() * self.key.numel()
-        ):
-            return None  # kernels crash on empty sequences
-        if self.mask is not None and self.mask.dtype is not self.query.dtype:
-            return None  # the kernel's backward pass does not support two dtypes
-        if self.query.device.type == "cpu":
-            return _OnHost
-        if self.query.device.type != "cuda":
-            return None
-        is_fit = self.query.dtype in (torch.float16, torch.bfloat16)
-        is_fit = is_fit and features % 8 == 0 and features <= 256 and self.mask is None
-        return _OnCuda if is_fit and _has_flash(self.query.device) else None
+    def _expand_heads(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Repeat keys or values for all query heads that share them (GQA)."""
+        shared_by = self.query.shape[1] // tensor.shape[1]
+        return tensor if shared_by == 1 else tensor.repeat_interleave(shared_by, 1)
+
+    def _of_each_head(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """Return query, key and value for a kernel of torch, and the kernel's options."""
+        three = map(self._expand_heads, (self.query, self.key, self.value))
+        options = {"is_causal": self.is_causal, "scale": self.scale}
+        # kernels need contiguous features, but do not check it
+        return [t if t.stride(-1) == 1 else t.contiguous() for t in three], options
+
+    def _has_kernel(self) -> bool:
+        """Return whether torch has a kernel: on the CPU, or for 16 bits without a mask."""
+        query, mask, features = self.query, self.mask, self.query.shape[-1]
+        if features != self.value.shape[-1] or not query.numel() * self.key.numel():
+            return False  # kernels crash on empty sequences
+        if query.is_cpu:  # the kernel's backward pass does not support two dtypes
+            return mask is None or mask.dtype is query.dtype
+        is_fit = query.dtype in (torch.float16, torch.bfloat16) and mask is None
+        is_fit = is_fit and features % 8 == 0 and features <= 256
+        return is_fit and query.is_cuda and _has_flash(query.device)
 
 
 def join(
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    more: torch.Tensor,
-    lse_of_more: torch.Tensor,
+    output: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, its_lse: torch.Tensor
 ) -> None:
     """Combine the result of one more block with an earlier result, in place."""
-    total_lse = torch.logaddexp(lse, lse_of_more)
-    ours, theirs = (
-        (part - finite(total_lse)).exp()[..., None] for part in (lse, lse_of_more)
-    )
+    total_lse = torch.logaddexp(lse, its_lse)
+    ours, theirs = ((x - finite(total_lse)).exp()[..., None] for x in (lse, its_lse))
     output.mul_(ours).add_(more * theirs)
     lse.copy_(total_lse)
 
@@ -381,86 +392,9 @@ def finite(lse: torch.Tensor) -> torch.Tensor:
 
 def _has_flash(device: torch.device) -> bool:
     """Return whether a GPU supports the flash kernel, and torch has enabled it."""
-    cuda = torch.backends.cuda
-    is_old = torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (
-        8,
-        0,
-    )
-    return cuda.flash_sdp_enabled() and not is_old
-
-
-class _OnHost:
-    """torch's attention kernel for the CPU."""
-
-    @staticmethod
-    def attend(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-        return _aten._scaled_dot_product_flash_attention_for_cpu(
-            *_of_each_head(block),
-            is_causal=block.is_causal,
-            attn_mask=block.mask,
-            scale=block.scale,
-        )
-
-    @staticmethod
-    def gradients(
-        block: Block, upstream: torch.Tensor, output: torch.Tensor, lse: torch.Tensor
-    ) -> Three:
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            upstream,
-            *_of_each_head(block),
-            output,
-            lse.contiguous(),
-            0.0,
-            block.is_causal,
-            attn_mask=block.mask,
-            scale=block.scale,
-        )
-
-
-class _OnCuda:
-    """torch's attention kernel for GPUs: 16 bits, without a mask."""
-
-    @staticmethod
-    def attend(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-        output, lse, *_ = _aten._scaled_dot_product_flash_attention(
-            *_of_each_head(block), is_causal=block.is_causal, scale=block.scale
-        )
-        return output, lse
-
-    @staticmethod
-    def gradients(
-        block: Block, upstream: torch.Tensor, output: torch.Tensor, lse: torch.Tensor
-    ) -> Three:
-        none_drawn = torch.zeros((), dtype=torch.int64, device=output.device)
-        return _aten._scaled_dot_product_flash_attention_backward(
-            upstream,
-            *_of_each_head(block),
-            output,
-            lse.contiguous(),
-            *(None, None),  # only for batches of sequences with different lengths
-            *(block.query.shape[2], block.key.shape[2]),
-            0.0,
-            block.is_causal,
-            *(none_drawn, none_drawn),
-            scale=block.scale,
-        )
-
-
-def _of_each_head(block: Block) -> Three:
-    three = (
-        block.query,
-        _expand_heads(block.key, block),
-        _expand_heads(block.value, block),
-    )
-    # kernels need contiguous features, but do not check it
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in three)
-    return query, key, value
-
-
-def _expand_heads(tensor: torch.Tensor, block: Block) -> torch.Tensor:
-    """Repeat keys or values for all query heads that share them (GQA)."""
-    shared_by = block.query.shape[1] // tensor.shape[1]
-    return tensor if shared_by == 1 else tensor.repeat_interleave(shared_by, 1)
+    cuda = torch.cuda
+    is_old = cuda.is_available() and cuda.get_device_capability(device) < (8, 0)
+    return torch.backends.cuda.flash_sdp_enabled() and not is_old
 
 
 # Attention over split sequences, with keys and values passed around a ring of ranks.
@@ -501,10 +435,9 @@ class Ring:
         """
         _check_ring(attention)
         three = [_as_autocast(tensor) for tensor in attention.three.values()]
-        scale = (
-            three[0].shape[-1] ** -0.5 if attention.scale is None else attention.scale
-        )
-        meetings = _Meetings(self._ranks, is_causal=attention.is_causal, scale=scale)
+        scale = attention.scale
+        scale = three[0].shape[-1] ** -0.5 if scale is None else scale
+        meetings = _Meetings(self._ranks, attention.is_causal, scale)
         masks = self._masks(attention, three[0].dtype)
         return cast("Any", _Attention).apply(meetings, *three, *masks)
 
@@ -516,26 +449,20 @@ class Ring:
         A mask is for this rank's queries and the keys of the other rank (or its own keys).
         """
         size = self._ranks.size
-        lengths = [
-            part.shape[POSITIONS] * size for part in (attention.query, attention.key)
-        ]
-        attention.check_mask(*lengths)
-        mask = attention.attn_mask
+        query, key, mask = attention.query, attention.key, attention.attn_mask
+        attention.check_mask(query.shape[POSITIONS] * size, key.shape[POSITIONS] * size)
         if mask is None:
             return [None] * size
         if mask.dtype is torch.bool:
             zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
             mask = zeros.masked_fill(~mask, -torch.inf)
         mask = _as_autocast(mask)[(None,) * (4 - mask.ndim)]
-        rows = _of_pieces(mask, -2, self.num_pieces, self.pieces)
+        rows = _of_pieces(mask, -2, self._ranks.rank, size)
         # a mask may have large finite numbers, such as -1e9, instead of -inf. Subtract each row's
         # maximum, because an `lse` near -1e9 would lose the scores in rounding
         if rows.shape[-1]:
             rows = rows - finite(rows.detach().amax(-1, keepdim=True))
-        return [
-            _of_pieces(rows, -1, self.num_pieces, _pieces(owner, size))
-            for owner in owners(self._ranks)
-        ]
+        return [_of_pieces(rows, -1, owner, size) for owner in owners(self._ranks)]
 
 
 def _pieces(rank: int, size: int) -> tuple[int, int]:
@@ -543,13 +470,11 @@ def _pieces(rank: int, size: int) -> tuple[int, int]:
     return rank, 2 * size - 1 - rank
 
 
-def _of_pieces(
-    mask: torch.Tensor, dim: int, num: int, pieces: tuple[int, int]
-) -> torch.Tensor:
+def _of_pieces(mask: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
     if mask.shape[dim] == 1:
         return mask
-    chunks = mask.chunk(num, dim)
-    return torch.cat([chunks[piece] for piece in pieces], dim)
+    chunks = mask.chunk(2 * size, dim)
+    return torch.cat([chunks[piece] for piece in _pieces(rank, size)], dim)
 
 
 def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
@@ -607,8 +532,8 @@ class _Meetings:
     """Creates the `Block` of this rank's queries and the keys of any rank."""
 
     ranks: World
-    is_causal: bool = attrs.field(kw_only=True)
-    scale: float = attrs.field(kw_only=True)
+    is_causal: bool
+    scale: float
 
     def places(self, owner: int, length: int) -> tuple[slice, slice]:
         """Return slices of this rank's queries, and of the keys of `owner` that they attend to.
@@ -626,19 +551,13 @@ class _Meetings:
         return slice(half, None), _ALL
 
     def block(
-        self,
-        owner: int,
-        query: torch.Tensor,
-        pair: tuple[torch.Tensor, ...],
-        mask: torch.Tensor | None,
+        self, owner: int, query: torch.Tensor, pair: Any, mask: torch.Tensor | None
     ) -> Block:
-        """Return the block of this rank's queries with the keys of `owner`."""
+        """Return the block of this rank's queries with the keys and values of `owner`."""
         rows, columns = self.places(owner, query.shape[POSITIONS])
         key, value = (part[:, :, columns] for part in pair)
         is_causal = self.is_causal and owner == self.ranks.rank
-        return Block(
-            query[:, :, rows], key, value, mask, is_causal=is_causal, scale=self.scale
-        )
+        return Block(query[:, :, rows], key, value, mask, is_causal, self.scale)
 
 
 class _Attention(torch.autograd.Function):
@@ -650,15 +569,14 @@ class _Attention(torch.autograd.Function):
     ) -> torch.Tensor:
         query, key, value, *masks = cast("tuple[torch.Tensor, ...]", tensors)
         ranks, length = meetings.ranks, query.shape[POSITIONS]
-        pairs = zip(
-            owners(ranks), pass_ring((key, value), ranks, label=_RING), strict=True
-        )
+        ring = pass_ring((key, value), ranks, label=_RING)
+        hops = zip(owners(ranks), ring, masks, strict=True)
         with _plainly(query):
-            owner, pair = next(pairs)  # this rank's own keys, with all queries
-            output, lse = map(
-                wide, meetings.block(owner, query, pair, masks[0]).attend()
-            )
-            for (owner, pair), mask in zip(pairs, masks[1:], strict=True):
+            # the first hop: this rank's own keys, with all queries
+            owner, pair, mask = next(hops)
+            first = meetings.block(owner, query, pair, mask).attend()
+            output, lse = map(wide, first)
+            for owner, pair, mask in hops:
                 result = meetings.block(owner, query, pair, mask).attend()
                 rows, _ = meetings.places(owner, length)
                 join(output[:, :, rows], lse[:, :, rows], *map(wide, result))
@@ -679,32 +597,29 @@ class _Attention(torch.autograd.Function):
         home = Homewards((wide(key), wide(value)), ranks, label=_RING)
         of_masks: list[torch.Tensor | None] = []
         needs_grad = ctx.needs_input_grad[-ranks.size :]
-        pairs = zip(
-            owners(ranks), pass_ring((key, value), ranks, label=_RING), strict=True
-        )
+        ring = pass_ring((key, value), ranks, label=_RING)
         with _plainly(query):
-            for hop, (owner, pair) in enumerate(pairs):
-                block = meetings.block(owner, query, pair, masks[hop])
+            for owner, pair, mask, needs in zip(
+                owners(ranks), ring, masks, needs_grad, strict=True
+            ):
+                block = meetings.block(owner, query, pair, mask)
                 rows, columns = meetings.places(owner, length)
                 parts = (part[:, :, rows] for part in (upstream, output, lse))
-                if needs_grad[hop]:
+                if needs:
                     *three, of_products = block.gradients_with_mask(*parts)
-                    of_masks.append(of_products.sum_to_size(masks[hop].shape))
+                    of_masks.append(of_products.sum_to_size(mask.shape))
                 else:
                     three = block.gradients(*parts)
                     of_masks.append(None)
                 of_query[:, :, rows] += three[0]
                 home.add(three[1:], columns)
-        of_three = (of_query, *home.arrived())
-        gradients = zip(
-            of_three + tuple(of_masks), (query, key, value, *masks), strict=True
-        )
+        found = (of_query, *home.arrived(), *of_masks)
+        gradients = zip(found, (query, key, value, *masks), strict=True)
         return None, *(g if g is None else g.to(like.dtype) for g, like in gradients)
 
 
 def _plainly(tensor: torch.Tensor) -> Any:
     """Return a context without autocast, on the tensor's device."""
-    kind = tensor.device.type  # the meta device has no autocast
-    return (
-        torch.autocast(kind, enabled=False) if is_autocast_available(kind) else NOTHING
-    )
+    kind = tensor.device.type
+    has_autocast = is_autocast_available(kind)  # the meta device has none
+    return torch.autocast(kind, enabled=False) if has_autocast else NOTHING
