@@ -212,12 +212,10 @@ def _device_can_skip(update: Update, engine: Engine) -> bool:
         return False
     if "offloads" in update.state.setup.facts:  # the optimizer runs on the host
         return False
-    facts_by_name = {
-        o.name: facts_of(o) for o in update.state.setup.owners["after_update"]
-    }
-    see_skips = {name for name, facts in facts_by_name.items() if "sees_skips" in facts}
+    owners = update.state.setup.owners["after_update"]
+    see_skips = {owner.name for owner in owners if "sees_skips" in facts_of(owner)}
     slots = update.state.slots.items()
-    return all("skips_on_device" in facts for facts in facts_by_name.values()) and all(
+    return all("skips_on_device" in facts_of(owner) for owner in owners) and all(
         update.slots[name] is slot for name, slot in slots if name not in see_skips
     )
 
@@ -265,9 +263,8 @@ def take_update(
     """
     is_profiling = profiler._is_profiler_enabled
     with span("accelfn apply_grads") if is_profiling else NOTHING:
-        slots, new_slots = state._slots, grads.taken.slots
-        if new_slots:
-            slots = {**slots, **new_slots}
+        new_slots = grads.taken.slots
+        slots = {**state._slots, **new_slots} if new_slots else state._slots
         assignments, update = plan_hyper(Update(state=state, slots=slots, grads=grads))
         if not grads.reduced:
             update = reduce_grads(update)
@@ -278,29 +275,19 @@ def take_update(
                 update, flag = resolve_skip(update, update.grads.taken.skip, engine)
             opt_state = None
             if not update.skipped:
-                opt_state = _step_optimizer(
-                    state, update, assignments, engine, flag=flag, hold=hold
-                )
+                opt_state = _step_optimizer(update, assignments, engine, flag, hold)
                 if update.grads.taken.owned_by_engine:  # DeepSpeed may skip
-                    is_skipped = opt_state is None
-                    metrics = {
-                        **engine.binding.holder.reports(),
-                        "skipped": float(is_skipped),
-                    }
-                    new_grads = update.grads.with_metrics(**metrics)
-                    update = attrs.evolve(update, grads=new_grads, skipped=is_skipped)
+                    skipped = opt_state is None
+                    reports = engine.binding.holder.reports()
+                    told = update.grads.with_metrics(**reports, skipped=float(skipped))
+                    update = attrs.evolve(update, grads=told, skipped=skipped)
             if opt_state is None:
                 hold()
-                after = _skip_update(state, update, reduced_grads, engine)
+                engine.discard()
+                after = skip_update(update, state)
             else:
-                after = _state_after(
-                    state,
-                    update,
-                    (reduced_grads, update.grads),
-                    opt_state,
-                    flag=flag,
-                    params=engine.params,
-                )
+                after = next_state(update, state, opt_state, flag, engine.params)
+            after = _complete_update(update, after, reduced_grads, update.grads)
         finally:
             reduced_grads.give_away()
             if reduced_grads is not grads:
@@ -346,7 +333,8 @@ def take_in_backward(
         grads.give_away()
         slots = {**update.slots, **grads.taken.slots}
         update = Update(state=state, slots=slots, grads=grads)
-        return _state_after(state, update, (), engine.finish(grads)), metrics
+        after = next_state(update, state, engine.finish(grads), None)
+        return _complete_update(update, after), metrics
 
 
 def reduce_grads(update: Update) -> Update:
@@ -359,15 +347,12 @@ def reduce_grads(update: Update) -> Update:
     if definition.copy.size == 1 and not definition.setup.reduces:
         return update
     owners = definition.setup.owners["reduce"]
-    if not owners:
-        owned_by_engine = grads.taken.owned_by_engine
-        raise GradsError(
-            _UNFINISHED if owned_by_engine else _explain_unreduced(definition.copy)
-        )
+    if not owners and grads.taken.owned_by_engine:
+        raise GradsError(_UNFINISHED)
+    if not owners or (owners[0].reduce is None and definition.trains_apart):
+        raise GradsError(_explain_unreduced(definition.copy))
     owner = owners[0]
     if owner.reduce is None:
-        if definition.trains_apart:
-            raise GradsError(_explain_unreduced(definition.copy))
         return update
     with span("accelfn reduce"):
         grads.multiply_back()
@@ -381,24 +366,21 @@ def reduce_grads(update: Update) -> Update:
 
 def transform_grads(update: Update) -> Update:
     """Divide gradients by their weight, and apply the `grads` methods of transforms."""
-    if (
-        not update.state.definition.setup.owners["grads"]
-        or update.grads.taken.owned_by_engine
-    ):
+    grads = update.grads
+    if grads.taken.owned_by_engine or not update.state.definition.setup.owners["grads"]:
         return update  # the engine's optimizer divides gradients, and may apply the transforms
-    update.grads.divide(None)
-    grads, update = apply_transforms("grads", update.grads, update, Grads)
+    grads.divide(None)
+    grads, update = apply_transforms("grads", grads, update, Grads)
     return update.with_grads(grads)
 
 
-def end_donation(
-    state: TrainState, after: TrainState, update: int, *grads: Grads
-) -> TrainState:
+def end_donation(update: Update, after: TrainState, *grads: Grads) -> TrainState:
     """Move the tensors of a state to the next state, and return the next state.
 
     Raises:
         StateError: a transform's slot holds tensors of the state itself, or of gradients.
     """
+    state = update.state
     if after._slots is not state._slots:
         _check_slots(state._slots, after, grads)
     activity = state.definition.world.connection.activity
@@ -406,7 +388,8 @@ def end_donation(
     activity.num_updates += 1
     if state.definition.setup.owners["finalize"]:
         activity.on_close[state.name] = partial(_warn_of_owed, ref(after))
-    state.lease.hand_over(after, StateDonatedError, _DONATED, update=update)
+    number = state.num_tried
+    state.lease.hand_over(after, StateDonatedError, _DONATED, update=number)
     return after
 
 
@@ -441,16 +424,14 @@ def _check_slots(
 
 
 def _step_optimizer(
-    state: TrainState,
     update: Update,
     assignments: Assignments,
     engine: Engine,
-    *,
     flag: torch.Tensor | None,
     hold: Callable[[], None],
 ) -> OptState | None:
     """Step the optimizer and donate the state; return None if the optimizer changed nothing."""
-    grads = update.grads
+    state, grads = update.state, update.grads
     engine.prepare(state, grads, assignments)
     hold()
     state.lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)
@@ -471,42 +452,21 @@ def _step_optimizer(
     return opt_state
 
 
-def _state_after(
-    state: TrainState,
-    update: Update,
-    grads: tuple[Grads, ...],
-    opt_state: OptState,
-    *,
-    flag: torch.Tensor | None = None,
-    params: Any = None,
-) -> TrainState:
-    """Return the state after the optimizer step and the transforms' `after_update`."""
-    after = next_state(update, state, opt_state, flag, params)
-    if state.definition.setup.owners["after_update"]:
+def _complete_update(update: Update, after: TrainState, *grads: Grads) -> TrainState:
+    """Return the next state after the transforms' `after_update`, which sees a skip, too."""
+    if after.definition.setup.owners["after_update"]:
         try:
             after = apply_to_state("after_update", after, update)
         except StateDonatedError as error:
             error.add_note(_BEFORE)
             raise
-    return end_donation(state, after, state.num_tried, *grads)
+    return end_donation(update, after, *grads)
 
 
 def _undo(state: TrainState, engine: Engine) -> None:
     """Make a state usable again if an update raised before it changed any tensor."""
     if engine.is_undone():
         state.lease.restore()
-
-
-def _skip_update(
-    state: TrainState, update: Update, grads: Grads, engine: Engine
-) -> TrainState:
-    """Return the state after a skipped update.
-
-    Parameters and optimizer do not change. Transforms may record the skip in their slots.
-    """
-    after = apply_to_state("after_update", skip_update(update, state), update)
-    engine.discard()
-    return end_donation(state, after, state.num_tried, grads)
 
 
 def _show_totals(grads: Grads, *, totals: bool) -> Grads:
@@ -596,16 +556,13 @@ def make_step(loss_fn: LossFunction, *, count: Count | None = None) -> Step:
         definition = state.definition
         with defer_sigint() as hold, own_modes(definition.world.device):
             if "steps_in_backward" in definition.setup.facts:
-                return take_in_backward(
-                    state, lambda: compute(state, batch, *extras), hold.begin
-                )
+                run = partial(compute, state, batch, *extras)
+                return take_in_backward(state, run, hold.begin)
             metrics, grads = compute(state, batch, *extras)
             if definition.setup.owners["value_and_grad"]:
                 check_update(state, grads)  # a user's transform may return anything
-            state, transform_metrics = take_update(state, grads, hold.begin)
-            return state, metrics.with_values(
-                transform_metrics
-            ) if transform_metrics else metrics
+            state, values = take_update(state, grads, hold.begin)
+            return state, metrics.with_values(values) if values else metrics
 
     step.__qualname__ = f"step of {qualname(loss_fn)}"
     return step
@@ -669,8 +626,7 @@ def finalize(state: TrainState) -> TrainState:
         update = Update(state=state, slots=after.slots)
         number = state.num_tried
         state.lease.end(StateDonatedError, _INTERRUPTED, update=number)
-        after = apply_to_state("finalize", after, update)
-        after = end_donation(state, after, number)
+        after = end_donation(update, apply_to_state("finalize", after, update))
         state.lease.end(StateDonatedError, _FINALIZED, update=number)
         return after
 

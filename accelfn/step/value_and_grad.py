@@ -74,9 +74,8 @@ def count_update(count: Count, parts: Sequence[Any], ranks: World) -> Counts:
     """
     totals: dict[str, float] | None = None
     for part in parts:
-        # the filler of an empty share
         if isinstance(part, Batch) and part.weights[0] == 0:
-            continue
+            continue  # the filler of an empty share
         counts = _call(count, part.value if isinstance(part, Batch) else part)
         if totals is not None and totals.keys() != counts.keys():
             msg = (
@@ -119,13 +118,11 @@ def with_count(loss_fn: Callable[..., Any], count: Count) -> Callable[..., Any]:
             )
             raise LossError(msg)
         count_sum = sum(_call(count, batch).values())
-        aux = {
-            name: entry
-            if isinstance(entry, tuple)
-            else (entry * counts.whole, count_sum)
-            for name, entry in share.aux.items()
-        }
-        return Loss(share.total * counts.whole, count_sum, **aux)
+        whole, aux = counts.whole, dict(share.aux)
+        for name, entry in share.aux.items():
+            if not isinstance(entry, tuple):
+                aux[name] = (entry * whole, count_sum)
+        return Loss(share.total * whole, count_sum, **aux)
 
     loss_of_share.__qualname__ = qualname(loss_fn)
     return loss_of_share
@@ -151,8 +148,8 @@ def _call(count: Count, value: Any) -> dict[str, float]:
 _WEIGHT = "sample_weight"
 FUNCTION: Any = Callable
 """The type that the `loss` and `value_and_grad` methods of a transform return."""
-_ARGUMENTS = range(2, 10)
-"""How many arguments a loss function may have: a model, a batch, and extras."""
+_EXTRAS = range(8)
+"""How many arguments a loss function may have besides a model and a batch."""
 
 
 class ValueAndGrad(Protocol):
@@ -199,16 +196,11 @@ def value_and_grad(
     compute = gradients_of(loss_fn, count)
 
     def compute_checked(
-        state: TrainState,
-        batch: Any,
-        /,
-        *extras: Any,
-        into: Grads | None = None,
-        sync: bool = True,
+        state: TrainState, batch: Any, /, *extras: Any, **how: Any
     ) -> tuple[Metrics, Grads]:
         check_state("value_and_grad(loss_fn)(state, batch)", state)
         with own_modes(state.definition.world.device):
-            result = compute(state, batch, *extras, into=into, sync=sync)
+            result = compute(state, batch, *extras, **how)
             engine_of(state).hand_out()
             return result
 
@@ -234,11 +226,9 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
         )
         raise ArgumentError(msg)
     keywords = {_WEIGHT: None} if takes_weight(loss_fn) else {}
-    if all(
-        call_mismatch(loss_fn, *(None,) * number, **keywords) for number in _ARGUMENTS
-    ):
-        error = call_mismatch(loss_fn, None, None, **keywords)
-        raise ArgumentError(_wrong_parameters(loss_fn, error)) from error
+    mismatch = partial(call_mismatch, loss_fn, None, None, **keywords)
+    if all(mismatch(*(None,) * number) for number in _EXTRAS):
+        raise ArgumentError(_wrong_parameters(loss_fn, mismatch())) from mismatch()
     if count is not None and not callable(count):
         msg = f"count={count!r}: expected a function that counts a batch, or None."
         raise ArgumentError(msg)
@@ -259,7 +249,9 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
         if ref(compute) not in cache.examined:
             engine_of(state)
             own_extras = (*extras, None) if count is not None else extras
-            _check_extras(loss_fn, setup, own_extras, keywords)
+            error = mismatch(*own_extras)
+            if error and not (setup.owners["loss"] or setup.owners["value_and_grad"]):
+                raise LossError(_wrong_parameters(loss_fn, error, own_extras))
             examine_call(state, batch)
             cache.add_examined(compute)
         if count is not None:
@@ -293,17 +285,6 @@ def _wrong_parameters(
         f"loss_fn={qualname(loss_fn)}: accelfn calls it with {arguments}, but its parameters are"
         f" {signature(loss_fn)} ({error}). {advice}"
     )
-
-
-def _check_extras(
-    loss_fn: LossFunction,
-    setup: Any,
-    extras: Sequence[Any],
-    keywords: Mapping[str, None],
-) -> None:
-    error = call_mismatch(loss_fn, None, None, *extras, **keywords)
-    if error and not (setup.owners["loss"] or setup.owners["value_and_grad"]):
-        raise LossError(_wrong_parameters(loss_fn, error, extras))
 
 
 def _is_torchs(loss_fn: object) -> bool:
@@ -467,9 +448,7 @@ def _loss_scale(state: TrainState) -> torch.Tensor:
     factors = state.definition.setup.facts["loss_scale"]
     with torch.no_grad():
         scale = math.prod(factor(state) for factor in factors)
-    if isinstance(scale, torch.Tensor):
-        return scale
-    return torch.tensor(scale, device=state.definition.world.device)
+    return torch.as_tensor(scale, device=state.definition.world.device)
 
 
 def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor | None:
