@@ -395,7 +395,7 @@ class ZeroRunner:
         if self._is_over:
             msg = "The world is closed. Call the step inside the `with` block of the world."
             raise WorldError(msg)
-        if samples.begins:
+        if samples.into is None:
             self._home.bound.check_read()
             self._root.share_buffers(self._ranks)
             self._home.note_none()

@@ -26,9 +26,9 @@ from accelfn.engine.runner import (
     LossFunction,
     Ones,
     ReadLoss,
+    RootModule,
     Samples,
     like,
-    read_loss,
     run_backward,
 )
 from accelfn.errors import ModelError, WorldError
@@ -180,8 +180,7 @@ class LowRank:
     def _draw_factor(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """Draw the initial thin factor of a parameter, equal on all ranks."""
         key = draws.key(self._seed, self._state, self.name)
-        seed = draws.key(key, name) % 2**63
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(draws.key(key, name) % 2**63)
         shape = rows.shape[1], min(*rows.shape, self._rank)
         return torch.randn(shape, dtype=rows.dtype, generator=generator).to(rows.device)
 
@@ -190,18 +189,15 @@ class LowRank:
         bases = [matrix.rows @ matrix.factor for matrix in matrices]
         self._mean_(bases)
         bases = [torch.linalg.qr(matrix).Q for matrix in bases]
-        right = [
-            matrix.rows.mH @ basis
-            for matrix, basis in zip(matrices, bases, strict=True)
-        ]
+        pairs = zip(matrices, bases, strict=True)
+        right = [matrix.rows.mH @ basis for matrix, basis in pairs]
         self._mean_(right)
         for matrix, basis, factor in zip(matrices, bases, right, strict=True):
             product = basis @ factor.mH
             self._errors[matrix.name] = matrix.rows - product
             self._factors[matrix.name] = factor
-            matrix.gradient.copy_(
-                (product * self._unit.to(product)).view_as(matrix.gradient)
-            )
+            product = product * self._unit.to(product)
+            matrix.gradient.copy_(product.view_as(matrix.gradient))
 
     def _mean_(self, tensors: list[torch.Tensor]) -> None:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
@@ -220,35 +216,6 @@ Compression: TypeAlias = Narrow | LowRank
 """A method that reduces gradients with fewer bytes."""
 _INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 _COPY = torch.ops.aten.copy_.default
-
-
-class LossModule(nn.Module):
-    """A module whose forward is the loss. The loss gets the plain model.
-
-    `weight` is a parameter that no optimizer steps. Its gradient is set to the weight of the
-    loss. DDP reduces this gradient in its buckets, so the total weight of all ranks needs no
-    extra collective. `weight` is a separate root of the backward pass, and adds no work.
-    """
-
-    def __init__(
-        self, module: nn.Module, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """Initialize with the model, and the dtype and device of the weight."""
-        super().__init__()
-        self.module = module
-        self.weight = nn.Parameter(torch.zeros((), dtype=dtype, device=device))
-        # lists, because it is slow to get and set attributes of a module
-        self.roots = [self.weight]
-        self.reads: list[ReadLoss] = []
-
-    def forward(
-        self, loss_fn: LossFunction, samples: Samples
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss, and the root that reduces its weight."""
-        result = loss_fn(self.module, samples.value, *samples.extras)
-        read = read_loss(result, loss_fn, samples)
-        self.reads.append(read)
-        return read.scalar, self.roots[0].view(())
 
 
 class LeanDDP(DistributedDataParallel):
@@ -272,11 +239,6 @@ class LeanDDP(DistributedDataParallel):
         self._in_reducer = params
         return params, are_sparse
 
-    def sparse_params(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradients are sparse."""
-        pairs = zip(*self._build_params_for_reducer(), strict=True)
-        return [param for param, is_sparse in pairs if is_sparse]
-
     def params_missing(self) -> list[nn.Parameter]:
         """Return the parameters that got no gradient in the last pass.
 
@@ -297,23 +259,13 @@ class LeanDDP(DistributedDataParallel):
         with _KeepsOrder() if self.device.type == "meta" else NOTHING:
             self.reducer._rebuild_buckets()
 
-    def learn(self) -> None:
-        """Use the next pass, which reduces gradients, as the static graph.
-
-        If the static graph is set earlier, torch also adds passes without a reduction to the
-        graph. torch then waits for gradients that never come, and reduces nothing any more
-        (torch 2.13).
-        """
-        self._set_static_graph()
-
     def forward(self, *inputs: Any) -> Any:
         """Run the module between DDP's own steps before and after a forward pass."""
         if profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage]
             return super().forward(*inputs)
         inputs, _ = self._pre_forward(*inputs)
-        DistributedDataParallel._active_ddp_module = (
-            self  # torch.compile reads this attribute
-        )
+        # torch.compile reads this attribute
+        DistributedDataParallel._active_ddp_module = self
         try:
             output = self.module(*inputs)
         finally:
@@ -407,8 +359,9 @@ class DDPRunner:
         # by a rounded weight; and at least float32, to count exactly
         is_double = bool(dtypes & {torch.float64, torch.complex128})
         dtype = torch.float64 if is_double else torch.float32
-        inner = LossModule(module, dtype, ranks.device)
-        self._carrier, self._reads = inner.weight, inner.reads
+        carrier = torch.zeros((), dtype=dtype, device=ranks.device)
+        self._carrier = nn.Parameter(carrier)
+        self._inner = RootModule(module, self._carrier)
         self._roots: tuple[torch.Tensor, torch.Tensor] | None = None
         self._ones = Ones()
         self._sync = True
@@ -416,7 +369,9 @@ class DDPRunner:
         self._learns = bool(options.get("static_graph"))
         built = ddp_options({**options, "static_graph": False})
         with naming("build DistributedDataParallel", ranks):
-            ddp = LeanDDP(inner, process_group=ranks.group, init_sync=False, **built)
+            ddp = LeanDDP(
+                self._inner, process_group=ranks.group, init_sync=False, **built
+            )
             ddp.lay_out()
         self._wrapped: LeanDDP | None = ddp
         if self._is_early:
@@ -432,16 +387,17 @@ class DDPRunner:
         self._sync = sync
         ddp = self._ddp
         # otherwise torch treats a pass after `no_sync` as part of the earlier update
-        ddp.require_forward_param_sync = samples.begins
+        ddp.require_forward_param_sync = samples.into is None
         with self._forward:
+            # Use the next pass, which reduces gradients, as the static graph. If it is set
+            # earlier, torch also adds passes without a reduction to the graph. torch then waits
+            # for gradients that never come, and reduces nothing any more (torch 2.13).
             if sync and self._learns:
-                ddp.learn()
+                ddp._set_static_graph()
                 self._learns = False
             with NOTHING if sync else ddp.no_sync():
                 self._roots = ddp(loss_fn, samples)
-        read = self._reads.pop()
-        self._reads.clear()  # drops results of a forward that raised an error
-        return read
+        return self._inner.take_read()
 
     def backward(
         self, scalar: torch.Tensor, scale: Number | None, weight: Number
@@ -508,7 +464,8 @@ class DDPRunner:
 
     def _refuse_sparse(self, ddp: LeanDDP) -> None:
         """Raise if a gradient is sparse, because then it is in no bucket."""
-        sparse = [self._names[id(param)] for param in ddp.sparse_params()]
+        pairs = zip(*ddp._build_params_for_reducer(), strict=True)
+        sparse = [self._names[id(param)] for param, is_sparse in pairs if is_sparse]
         if sparse:
             msg = (
                 f"af.wrap_ddp: the gradients of {', '.join(sparse[:5])} are sparse, but"

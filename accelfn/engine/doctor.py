@@ -153,7 +153,7 @@ class Doctor:
         before, cursor = self._last_value, state.cursor
         if samples.batch is not None or cursor.epoch or cursor.samples:
             self._last_value = None
-        elif samples.begins:
+        elif samples.into is None:
             self._last_value = leaves = tree.tensor_leaves(samples.value)
             if state.num_tried and before and not all(map(is_, before, leaves)):
                 self._last_value = None

@@ -10,7 +10,7 @@ already. To bind another state, the engine changes pointers and copies nothing b
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -21,9 +21,9 @@ from accelfn.base import draws, tree
 from accelfn.base.devices import is_set_to
 from accelfn.base.draws import NOTHING, span
 from accelfn.base.tree import is_shard, local, with_local
-from accelfn.data.plan import Cursor
 from accelfn.definition.transform import check_returned
 from accelfn.engine import doctor
+from accelfn.engine.ddp import Compression
 from accelfn.engine.doctor import (
     Doctor,
     compare_ranks,
@@ -47,11 +47,6 @@ from accelfn.model.optimizer import Assignments
 from accelfn.schedules.factors import advise_of_rates
 from accelfn.state.results import GradInfo, Grads, Metrics, Number
 from accelfn.state.state import OptState, TrainState
-
-if TYPE_CHECKING:
-    from weakref import ref
-
-    from accelfn.engine.ddp import Compression
 
 # Buffers that a forward pass changes (BatchNorm statistics). A pass must not change the state.
 #
@@ -162,11 +157,11 @@ class Buffers:
         for name, value in values.items():
             if self._home[name].shape != value.shape:
                 self._home[name].data = value.clone()
-        homes = [self._home[name] for name in values]
-        new = [*values.values()]
+        homes, new = [self._home[name] for name in values], [*values.values()]
         if skip is not None:
-            pairs = zip(homes, new, strict=True)
-            new = [torch.where(skip != 0, old, value) for old, value in pairs]
+            new = [
+                torch.where(skip != 0, *pair) for pair in zip(homes, new, strict=True)
+            ]
         tree.copy_(homes, new)
 
     def keep_shapes(self, values: Mapping[str, torch.Tensor]) -> bool:
@@ -205,6 +200,10 @@ def _buffer_error(name: str, problem: str) -> str:
     )
 
 
+MakeRunner: TypeAlias = Callable[[nn.Module], Runner]
+Innermost: TypeAlias = Callable[[nn.Module, LiveUpdate | None], Runner]
+
+
 class Engine:
     """Runs losses and optimizer steps for the states of one definition."""
 
@@ -212,23 +211,40 @@ class Engine:
         self,
         state: TrainState,
         binding: ParamBinding,
-        runner: Runner,
+        innermost: Innermost,
         *,
-        module: nn.Module,
-        optimizer: TakesUpdates,
-        live_update: LiveUpdate | None = None,
-        compression: "Compression | None" = None,
+        compression: Compression | None = None,
+        optimizer: TakesUpdates | None = None,
     ) -> None:
-        """Initialize with the binding, the runner and the optimizer; see `build_engine`.
+        """Initialize with a binding of the state's tensors.
 
-        `module` is the module that the runner runs.
+        `innermost` is the function that creates the runner. The default of `optimizer` is the
+        state's optimizer.
         """
+        definition, parts = state.definition, ()
+        live: LiveUpdate | None = None
+        if optimizer is None:
+            names = {param: name for name, param in binding.params.items()}
+            torchs = definition.optimizer_over(binding.params)
+            optimizer = LiveOptimizer(torchs, names, binding.opt_state_view)
+            parts = optimizer.parts
+            if "steps_in_backward" in definition.setup.facts:
+                live = LiveUpdate(optimizer, binding.trained)
+        module = apply_module_transforms(binding.module, state)
+
+        def make_runner(module: nn.Module) -> Runner:
+            return innermost(module, live)
+
+        for compile_runner in definition.setup.facts.get("compiles", ()):
+            make_runner = compile_runner(make_runner, state)
+        runner = make_runner(module)
+        if live is not None and not live.by_buckets:
+            live.hook()
         self.binding, self._runner, self._optimizer = binding, runner, optimizer
         self._holder, self._compression = binding.holder, compression
-        self.live_update = live_update
+        self.live_update = live
         # the parameters after an update, or None if they are the previous state's tensors
         self.params: Mapping[str, torch.Tensor] | None = None
-        definition = state.definition
         self._device = definition.world.device
         self._num_losses = definition.copy.size
         self._is_alone = self._num_losses == 1 and not definition.setup.reduces
@@ -247,8 +263,7 @@ class Engine:
         if self._is_whole:
             self._forward = order_norms(module, runner.forward)
         # for each loss function's code, the leaves of its graph that are not in the state
-        self._untracked: dict[Any, list[ref[torch.Tensor]]] = {}
-        parts = optimizer.parts if isinstance(optimizer, LiveOptimizer) else ()
+        self._untracked: dict[Any, list[Any]] = {}
         # the divisor that the optimizer's kernel applies to the gradients of the prepared
         # update
         self._divisor: Number | None = None
@@ -277,16 +292,10 @@ class Engine:
         loss_fn: LossFunction,
         samples: Samples,
         *,
-        into: Grads | None,
         sync: bool,
-        cursor: Cursor | None,
-        loss_scale: torch.Tensor | None,
-        may_be_kept: bool,
     ) -> tuple[Metrics, Grads]:
-        """Run loss and backward pass; add the gradients to `into`. No state is changed.
-
-        If `may_be_kept`, the caller may use the gradients after the next pass.
-        """
+        """Run loss and backward pass; add to gradients of earlier samples. No state is changed."""
+        into, loss_scale = samples.into, samples.loss_scale
         self.bind(state)
         update, activity = state.num_tried, self._activity
         activity.step, activity.is_between = update, False
@@ -297,7 +306,7 @@ class Engine:
         before = None if into is None else into.taken
         num_before = 0 if before is None else before.num_micro_batches
         compression = self._compression if sync else None
-        buffers: Mapping[str, torch.Tensor] = {} if into is None else into.buffers
+        buffers = {} if into is None else into.buffers
         try:
             if samples.known == 0:  # a filler's pass may write into `buffers`
                 buffers = tree.clone(dict(buffers))
@@ -310,9 +319,7 @@ class Engine:
                 self._key = draws.key(state.seed, name, "loss", loss.rank)
                 self._seed = state.seed
             with draws.seeded(self._key, self._device, update, num_before):
-                read, mean_weight = self._run(
-                    state, loss_fn, samples, into, sync=sync, loss_scale=loss_scale
-                )
+                read, mean_weight = self._run(state, loss_fn, samples, sync=sync)
             tensors = self._collect_gradients(is_reduced=mean_weight is not None)
             self._live, new_buffers = tensors, self._buffers.end()
         except BaseException as error:
@@ -329,7 +336,7 @@ class Engine:
             # weights are never negative, so their sum is not 0 if this rank's weight is not
             has_weight=not isinstance(weight, torch.Tensor) and weight >= 1,
             loss_scale=loss_scale,
-            cursor=cursor,
+            cursor=samples.cursor,
             num_micro_batches=num_before + 1,
             update=update,
             trained=state.definition.skeleton.trainable,
@@ -344,19 +351,13 @@ class Engine:
             reduced=mean_weight is not None or self._is_alone,
             taken=grad_info,
         )
-        if may_be_kept and self._runner.reduces:
+        # a transform may compute several gradients, and use them after the next pass
+        if self._runner.reduces and state.definition.setup.owners["value_and_grad"]:
             self.hand_out()
         return Metrics(read.sums), grads
 
     def _run(
-        self,
-        state: TrainState,
-        loss_fn: LossFunction,
-        samples: Samples,
-        into: Grads | None,
-        *,
-        sync: bool,
-        loss_scale: torch.Tensor | None,
+        self, state: TrainState, loss_fn: LossFunction, samples: Samples, *, sync: bool
     ) -> tuple[ReadLoss, torch.Tensor | None]:
         """Run forward and backward; return the loss, and after a reduction the mean weight."""
         activity, outer = self._activity, self._activity.samples
@@ -365,12 +366,12 @@ class Engine:
         try:
             with span("accelfn forward") if has_profiler else NOTHING:
                 read = self._forward(loss_fn, samples, sync=sync)
-            if into is None and self.binding.has_gradients():
+            if samples.into is None and self.binding.has_gradients():
                 raise LossError(doctor.OWN_BACKWARD)
             if self._doctor is not None:
                 self._doctor.examine_loss(state, samples, read)
             with span("accelfn backward") if has_profiler else NOTHING:
-                return read, self._backward(read, loss_fn, samples, into, loss_scale)
+                return read, self._backward(read, loss_fn, samples)
         finally:
             activity.samples = outer
 
@@ -413,11 +414,6 @@ class Engine:
         if grads.as_taken is not self._live:
             self.binding.put_gradients(grads)
 
-    def finish(self, grads: Grads) -> OptState:
-        """End an update that the backward pass made; return the optimizer state by parameter."""
-        assert self.live_update is not None  # noqa: S101 - the update was planned
-        return self._end_update(grads, self.live_update.end())
-
     def can_skip(self, grads: Grads) -> bool:
         """Return whether a flag on the device can skip the update and its buffer writes."""
         return self._optimizer.skips and self._buffers.keep_shapes(grads.buffers)
@@ -431,18 +427,16 @@ class Engine:
         update with infinite or NaN gradients, nothing changes and the result is None.
         """
         opt_state = self._optimizer.update(hyper, self._divisor, skip)
-        if opt_state is None:
-            return None
-        return self._end_update(grads, opt_state, skip)
+        return None if opt_state is None else self.finish(grads, opt_state, skip)
 
-    def _end_update(
+    def finish(
         self, grads: Grads, opt_state: OptState, skip: torch.Tensor | None = None
     ) -> OptState:
         """Clear gradients, write the buffers, and bind the state after the update."""
         self.binding.clear_gradients()
+        self._live, self._handed_out = None, frozenset()
         if grads.buffers:
             self._buffers.commit(grads.buffers, skip)
-        self._live, self._handed_out = None, frozenset()
         params = self._bound[0]
         if self._holder is not None:
             params = self.params = self._holder.bound
@@ -463,20 +457,17 @@ class Engine:
         return self._optimizer.is_untouched
 
     def _backward(
-        self,
-        read: ReadLoss,
-        loss_fn: LossFunction,
-        samples: Samples,
-        into: Grads | None,
-        loss_scale: torch.Tensor | None,
+        self, read: ReadLoss, loss_fn: LossFunction, samples: Samples
     ) -> torch.Tensor | None:
         """Run the backward pass of a total, or of a single mean.
 
         Leaves of the loss's graph that do not belong to the state keep their `.grad`.
         """
+        into, loss_scale = samples.into, samples.loss_scale
+        mean = samples.lone and read.is_mean
         weight = read.weight if into is None else into.taken.divisor + read.weight
         if read.is_mean:
-            needs_no_scale = samples.lone and read.weight and loss_scale is None
+            needs_no_scale = mean and read.weight and loss_scale is None
             scale = None if needs_no_scale else read.weight
         elif isinstance(read.weight, torch.Tensor):
             scale = read.weight != 0  # a total with weight 0 does not count
@@ -485,7 +476,6 @@ class Engine:
         if loss_scale is not None:
             scale = loss_scale if scale is None else loss_scale * scale
         if self.live_update is not None:
-            mean = samples.lone and read.is_mean
             self.live_update.divide_by(1 if mean else weight)
             self.live_update.hold()
         code = getattr(loss_fn, "__code__", None) or type(loss_fn)
@@ -578,11 +568,11 @@ def _reset_autograd(state: TrainState) -> None:
         tensor.requires_grad, tensor.grad = False, None
 
 
+build_engine = Engine
+"""The constructor's name for authors of engines."""
+
+
 # The engine of a state: it is built at first use, after ranks have compared their definitions.
-
-
-MakeRunner: TypeAlias = Callable[[nn.Module], Runner]
-Innermost: TypeAlias = Callable[[nn.Module, LiveUpdate | None], Runner]
 
 
 def engine_of(state: TrainState) -> Engine:
@@ -601,54 +591,11 @@ def engine_of(state: TrainState) -> Engine:
     return cache.engine
 
 
-def build_engine(
-    state: TrainState,
-    home: ParamBinding,
-    innermost: Innermost,
-    *,
-    compression: "Compression | None" = None,
-    optimizer: TakesUpdates | None = None,
-) -> Engine:
-    """Return an engine over a binding of the state's tensors.
-
-    `innermost` is the function that creates the runner. The default of `optimizer` is the
-    state's optimizer.
-    """
-    definition, live = state.definition, None
-    if optimizer is None:
-        names = {param: name for name, param in home.params.items()}
-        torchs = definition.optimizer_over(home.params)
-        optimizer = LiveOptimizer(torchs, names, home.opt_state_view)
-        if "steps_in_backward" in definition.setup.facts:
-            live = LiveUpdate(optimizer, home.trained)
-    module = apply_module_transforms(home.module, state)
-
-    def make_runner(module: nn.Module) -> Runner:
-        return innermost(module, live)
-
-    for compile_runner in definition.setup.facts.get("compiles", ()):
-        make_runner = compile_runner(make_runner, state)
-    runner = make_runner(module)
-    if live is not None and not live.by_buckets:
-        live.hook()
-    return Engine(
-        state,
-        home,
-        runner,
-        module=module,
-        optimizer=optimizer,
-        live_update=live,
-        compression=compression,
-    )
-
-
 def _build_engine(state: TrainState) -> Engine:
     """Return the engine that a transform builds, or a local engine without collectives."""
     chosen = state.setup.owners["engine"]
     if not (chosen and state.definition.copy.size > 1):
-        return build_engine(
-            state, binding_of(state), lambda module, _: LocalRunner(module)
-        )
+        return Engine(state, binding_of(state), lambda module, _: LocalRunner(module))
     engine = chosen[0].engine(state)
     is_one = isinstance(engine, Engine)
     check_returned(chosen[0], "engine", ok=is_one, value=engine, kind="an Engine")

@@ -236,20 +236,19 @@ class UnitOrder(CallOrder):
             first, then = f"FSDP gather {name}", f"FSDP reduce {name}"
             calls[first] = partial(self._gather_rows, unit)
             calls[then] = partial(self._reduce_zeros, unit)
-            unit._all_gather_comm = OrderedCollective(
-                partial(self.reach, first), self._gather
+            reach_gather, reach_reduce = (
+                partial(self.reach, first),
+                partial(self.reach, then),
             )
-            unit._reduce_scatter_comm = OrderedCollective(
-                partial(self.reach, then), self._reduce
-            )
+            unit._all_gather_comm = OrderedCollective(reach_gather, self._gather)
+            unit._reduce_scatter_comm = OrderedCollective(reach_reduce, self._reduce)
         super().__init__(ranks, calls)
 
     def end(self, note: int = 0) -> list[int]:
         """End the pass on all ranks; return the number `note` that each rank passed."""
         notes = super().end(note)
-        for (
-            unit
-        ) in self._reduced_units:  # this rank may not have run these units in this pass
+        # this rank may not have run these units in this pass
+        for unit in self._reduced_units:
             unit.finalize_backward()
         self._reduced_units.clear()
         return notes
@@ -257,20 +256,15 @@ class UnitOrder(CallOrder):
     @torch.no_grad()
     def _gather_rows(self, unit: FSDPParamGroup) -> None:
         """Take part in the all-gather of a unit that this rank does not need."""
-        rows = [
-            param._sharded_param_data.to(unit.device, param.param_dtype)
-            for param in unit.fsdp_params
-        ]
-        group = unit._all_gather_process_group
+        params, group = unit.fsdp_params, unit._all_gather_process_group
+        rows = [p._sharded_param_data.to(unit.device, p.param_dtype) for p in params]
         part = torch.cat(rows)
         self._gather(part.new_empty(len(part) * group.size()), part, group)
 
     @torch.no_grad()
     def _reduce_zeros(self, unit: FSDPParamGroup) -> None:
         """Add zeros to the sum of a unit's gradients, and keep this rank's shard of the sum."""
-        params = [
-            param for param in unit.fsdp_params if param.sharded_param.requires_grad
-        ]
+        params = [p for p in unit.fsdp_params if p.sharded_param.requires_grad]
         zeros = [
             torch.zeros(param._orig_size, dtype=param.orig_dtype, device=unit.device)
             for param in params
@@ -352,9 +346,7 @@ class Unit(FSDPParamGroup):
 
     def post_backward(self, *unused: Any) -> None:
         """Reduce gradients; parameters that were not used contribute zeros."""
-        came = [
-            param for param in self.fsdp_params if _whole_gradient(param) is not None
-        ]
+        came = [p for p in self.fsdp_params if _whole_gradient(p) is not None]
         self.came.update(came)
         self.reduce_scatter_unused_params = bool(came)
         super().post_backward(*unused)
@@ -525,7 +517,7 @@ class ShardBinding:
         mesh = self._splitter.mesh
         carries = packed.carries(mesh.get_group(mesh.ndim - 1), self._splitter.device)
         self.order = UnitOrder(self._definition.copy, units, by_gloo=carries)
-        state: Any = cast("Any", root)._get_fsdp_state()
+        state = cast("Any", root)._get_fsdp_state()
         state._lazy_init()
         # autograd may not reduce all units, because an input may need no gradient on some ranks.
         # torch reduces the remaining units in this order, so that the root is last
@@ -551,10 +543,8 @@ class ShardBinding:
             has_room = tree.room(part) >= count
             if not has_room or (self._splitter.pins and not part.is_pinned()):
                 part = value._local_tensor = self._reallocate(part, count)
-            split._sharded_param_data = part.as_strided(
-                (count,), (1,), part.storage_offset()
-            )
-            held: Any = split.sharded_param
+            flat = part.as_strided((count,), (1,), part.storage_offset())
+            split._sharded_param_data, held = flat, cast("Any", split.sharded_param)
             held._local_tensor = param.data = part
         self.opt_state_view.state = params
 
@@ -591,11 +581,8 @@ class ShardBinding:
 
     def parts_there(self) -> set[str]:
         """Return the names of parameters that already have a shard of a reduced gradient."""
-        return {
-            name
-            for name, split in self._split.items()
-            if split.sharded_param.grad is not None
-        }
+        splits = self._split.items()
+        return {name for name, s in splits if s.sharded_param.grad is not None}
 
     def drop_gradients(self, names: Iterable[str]) -> None:
         """Clear the gradients of these parameters."""
@@ -659,9 +646,7 @@ class ShardBinding:
 
 def sharded_lender(
     definition: Definition, caller: str
-) -> Callable[
-    [Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Callable[..., Any]
-]:
+) -> Callable[..., Callable[..., Any]]:
     """Return a function like `ParamBinding.lend` that shards the model with torch's FSDP.
 
     Args:
@@ -760,7 +745,7 @@ class FSDPRunner:
         Before the first micro-batch of an update, rank 0's buffers are broadcast, as in DDP.
         """
         self._parts = self._home.parts_there()
-        if samples.begins:
+        if samples.into is None:
             self._used = {*self._parts}
             self._root.share_buffers(self._ranks)
         reduces = sync or self._in_parts

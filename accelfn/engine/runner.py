@@ -24,6 +24,7 @@ from accelfn.base.devices import readable
 from accelfn.base.tree import is_shard, local
 from accelfn.collectives.packed import all_gather_list, broadcast_, gather_text, sum_
 from accelfn.data import Batch
+from accelfn.data.plan import Cursor
 from accelfn.definition.definition import Definition
 from accelfn.engine.optimizer import OptStateView
 from accelfn.errors import (
@@ -32,14 +33,7 @@ from accelfn.errors import (
     LossError,
     NonFiniteLossError,
 )
-from accelfn.state.results import (
-    Grads,
-    Loss,
-    Number,
-    WeightedSum,
-    check_whole,
-    own_number,
-)
+from accelfn.state.results import Grads, Loss, Number, WeightedSum, check_whole
 from accelfn.state.state import OptState, TrainState
 from accelfn.world import World
 
@@ -194,11 +188,8 @@ class LayerBinding(ReplicaBinding):
 
 def binding_of(state: TrainState) -> ParamBinding:
     """Return the binding for an engine that does not gather parameters."""
-    return (
-        ReplicaBinding(state)
-        if state.definition.layout is None
-        else LayerBinding(state)
-    )
+    kind = ReplicaBinding if state.definition.layout is None else LayerBinding
+    return kind(state)
 
 
 def build_module(
@@ -252,28 +243,20 @@ class ShardedParams:
     def _entry(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
         if name not in self._split:
             return entry
-        value, param = self.state[name], self._params[name]
+        value, shape = self.state[name], self._params[name].shape
         return {
-            key: tree.with_local(value, part) if _fits(part, param) else part
+            key: tree.with_local(value, part)
+            if isinstance(part, torch.Tensor) and part.shape == shape
+            else part
             for key, part in entry.items()
         }
 
     def from_state(self, opt_state: OptState) -> OptState:
         """Return the optimizer's state with local shards."""
         return {
-            name: {key: _local(value) for key, value in entry.items()}
+            name: {key: local(value) for key, value in entry.items()}
             for name, entry in opt_state.items()
         }
-
-
-def _fits(part: Any, param: torch.Tensor) -> bool:
-    return (
-        isinstance(part, torch.Tensor) and part.ndim > 0 and part.shape == param.shape
-    )
-
-
-def _local(value: Any) -> Any:
-    return tree.local(value) if isinstance(value, torch.Tensor) else value
 
 
 # Read and check what a loss function returns.
@@ -311,9 +294,11 @@ class Samples:
         known: the number of samples, if the data define it; 0 for the filler of an empty share.
         lone: whether no other loss is combined with this loss; then `known` is not needed.
         judged: whether a transform checks the gradients, so the loss may be infinite or NaN.
-        begins: whether these are the first samples of an update.
         is_whole: whether these are all samples of the update on this rank.
         is_weighed: whether the loss function gets a weight per sample.
+        into: the gradients of the update's earlier samples; None for its first samples.
+        cursor: the data's cursor after these samples; None if they are plain values.
+        loss_scale: the factor of the loss that avoids underflow; None means 1.
         batch: the batch of `af.batches` that has these samples, if any.
         origin: the loss function before transforms wrap it; the key for compiled functions.
     """
@@ -323,9 +308,11 @@ class Samples:
     known: int | None
     lone: bool
     judged: bool = False
-    begins: bool = True
     is_whole: bool = True
     is_weighed: bool = False
+    into: Grads | None = None
+    cursor: Cursor | None = None
+    loss_scale: torch.Tensor | None = None
     batch: Batch | None = None
     origin: LossFunction | None = None
 
@@ -380,10 +367,8 @@ def read_loss(result: Any, loss_fn: Callable[..., Any], samples: Samples) -> Rea
         value, finite = _check_scalar(result.total, loss_fn, samples)
         totals = {"loss": (value, result.weight), **result.aux}
         if samples.known == 0:
-            nothing = dict.fromkeys(totals, WeightedSum(0.0, 0))
-            return ReadLoss(
-                result.total, 0, is_mean=True, sums=nothing, is_finite=finite
-            )
+            sums = dict.fromkeys(totals, WeightedSum(0.0, 0))
+            return ReadLoss(result.total, 0, is_mean=True, sums=sums, is_finite=finite)
         weight = _detach(result.weight)
         _check_weight(weight, loss_fn)
         for entry in result.aux.values():
@@ -454,7 +439,8 @@ def _check_scalar(
         return value, True
     if samples.judged:
         return value, False
-    empty = _has_no_rows(samples.value)
+    leaves = [leaf for leaf in tree.tensor_leaves(samples.value) if leaf.ndim]
+    empty = leaves and not any(map(len, leaves))
     of = " for a batch without samples" if empty else ""
     msg = (
         f"{qualname(loss_fn)} returned {float(value)}{of}. The step did not change the state. Check"
@@ -463,18 +449,11 @@ def _check_scalar(
     raise NonFiniteLossError(msg)
 
 
-def _has_no_rows(value: Any) -> bool:
-    leaves = [leaf for leaf in tree.tensor_leaves(value) if leaf.ndim]
-    return bool(leaves) and all(len(leaf) == 0 for leaf in leaves)
-
-
 def _detach(value: Number) -> Number:
     """Return a number's detached value, in its own memory if it is a tensor."""
-    return (
-        own_number(value.detach().reshape(()))
-        if isinstance(value, torch.Tensor)
-        else value
-    )
+    if isinstance(value, torch.Tensor):
+        return value.detach().reshape(()).clone()
+    return value
 
 
 # Runners run a loss, and reduce its gradients.
@@ -616,25 +595,32 @@ def like(scalar: torch.Tensor, value: Number) -> torch.Tensor:
     return torch.full((), value, dtype=scalar.dtype, device=scalar.device)
 
 
-# `RootModule`: a module whose forward is the loss, for FSDP and DeepSpeed.
+# `RootModule`: a module whose forward is the loss, for DDP, FSDP and DeepSpeed.
 
 
 class RootModule(nn.Module):
-    """A module whose forward is the loss. The loss gets the plain model."""
+    """A module whose forward is the loss. The loss gets the plain model.
 
-    def __init__(self, module: nn.Module) -> None:
-        """Initialize with the model."""
+    DDP passes `weight`, a parameter that no optimizer steps. Its gradient is set to the weight
+    of the loss. DDP reduces this gradient in its buckets, so the total weight of all ranks needs
+    no extra collective. `weight` is a separate root of the backward pass, and adds no work.
+    """
+
+    def __init__(self, module: nn.Module, weight: nn.Parameter | None = None) -> None:
+        """Initialize with the model, and a parameter that carries the weight of the loss."""
         super().__init__()
-        self.module = module
+        self.module, self.weight = module, weight
+        # a list, because it is slow to get parameters of a module
+        self._roots = [] if weight is None else [weight]
         self._reads: list[ReadLoss] = []
         self._shared: list[torch.Tensor] | None = None
 
-    def forward(self, loss_fn: LossFunction, samples: Samples) -> torch.Tensor:
-        """Return the loss."""
+    def forward(self, loss_fn: LossFunction, samples: Samples) -> Any:
+        """Return the loss; with a `weight`, also the root that reduces it."""
         result = loss_fn(self.module, samples.value, *samples.extras)
         read = read_loss(result, loss_fn, samples)
         self._reads.append(read)
-        return read.scalar
+        return (read.scalar, self._roots[0].view(())) if self._roots else read.scalar
 
     def take_read(self) -> ReadLoss:
         """Return the last pass's checked loss, and drop the losses of passes that raised."""

@@ -185,9 +185,10 @@ class _Evaluation:
         self._state.lease.check()
         seed = draws.fold(self._key, self._calls)
         self._calls += 1
-        flags = False, False, True, True, self._takes_weight
-        samples = Samples(batch.value, self._extras, batch.weights[0], *flags, batch)
-        if samples.is_weighed:
+        given = batch.value, self._extras, batch.weights[0]
+        weighed = self._takes_weight
+        samples = Samples(*given, lone=False, is_weighed=weighed, batch=batch)
+        if weighed:
             samples = samples.with_weight(device)
         versions = [param._version for param in self._params.values()]
         activity = world.connection.activity

@@ -333,7 +333,7 @@ def take_in_backward(
         grads.give_away()
         slots = {**update.slots, **grads.taken.slots}
         update = Update(state=state, slots=slots, grads=grads)
-        after = next_state(update, state, engine.finish(grads), None)
+        after = next_state(update, state, engine.finish(grads, live.end()), None)
         return _complete_update(update, after), metrics
 
 

@@ -362,24 +362,27 @@ def _innermost(
     """
     definition = state.definition
     setup, world = definition.setup, definition.world
-    is_scaled = "loss_scale" in setup.facts
+    scale = _loss_scale(state) if "loss_scale" in setup.facts else None
     if into is not None:
         check_update(state, into)
-        if is_scaled and into.taken.trained is None:  # a user created `into`
-            info = attrs.evolve(into.taken, loss_scale=_loss_scale(state))
+        if scale is not None and into.taken.trained is None:  # a user created `into`
+            info = attrs.evolve(into.taken, loss_scale=scale)
             into = attrs.evolve(into, taken=info)
         if into.reduced and world.loss.size > 1 and definition.copy.size > 1:
             raise GradsError(_REDUCED)
-    value, weight, source, begins = batch, None, None, into is None
+    value, weight, source = batch, None, None
     cursor = None if into is None else into.taken.cursor
     if isinstance(batch, Batch):
         value, weight, source = batch.value, batch.weights[0], batch
         cursor = _cursor_after(state, batch, into)
     elif world.connection.activity.stand_ins:
         _reject_stand_in(batch, world.connection.activity.stand_ins)
-    lone = begins and sync and _is_lone(definition)
-    flags = lone, "judges_finite" in setup.facts, begins, begins and sync, has_weight
-    samples = Samples(value, extras, weight, *flags, source, origin)
+    is_whole = into is None and sync
+    lone, judged = is_whole and _is_lone(definition), "judges_finite" in setup.facts
+    flags = lone, judged, is_whole, has_weight
+    samples = Samples(
+        *(value, extras, weight, *flags), into, cursor, scale, source, origin
+    )
     if has_weight:
         samples = samples.with_weight(world.device)
     is_profiling = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
@@ -387,17 +390,8 @@ def _innermost(
         engine = engine_of(state)
         if engine.live_update is not None:
             _check_planned(engine.live_update, state, into, sync=sync)
-        return engine.value_and_grad(
-            state,
-            loss_fn,
-            samples,
-            into=into,
-            sync=sync and not setup.reduces,
-            cursor=cursor,
-            loss_scale=_loss_scale(state) if is_scaled else None,
-            # a transform may compute several gradients
-            may_be_kept=bool(setup.owners["value_and_grad"]),
-        )
+        sync = sync and not setup.reduces
+        return engine.value_and_grad(state, loss_fn, samples, sync=sync)
 
 
 def _reject_stand_in(value: Any, stand_ins: Iterable[Any]) -> None:
