@@ -35,6 +35,8 @@ from accelfn.errors import ModelError, WorldError
 from accelfn.state.results import Number
 from accelfn.world import World
 
+# pyright: reportPrivateUsage=false
+
 # Compress the gradients in the buckets of DistributedDataParallel.
 #
 # Before compression, gradients are divided by the total weight of the losses, so that they have
@@ -261,7 +263,7 @@ class LeanDDP(DistributedDataParallel):
 
     def forward(self, *inputs: Any) -> Any:
         """Run the module between DDP's own steps before and after a forward pass."""
-        if profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage]
+        if profiler._is_profiler_enabled:
             return super().forward(*inputs)
         inputs, _ = self._pre_forward(*inputs)
         # torch.compile reads this attribute

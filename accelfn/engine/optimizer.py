@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 from accelfn.base import tree
 from accelfn.base.tree import is_wrapper
 from accelfn.errors import OptimizerError
+from accelfn.model.model import Skeleton
 from accelfn.model.optimizer import (
     OTHERS,
     STRUCTURE,
@@ -147,9 +148,10 @@ class Versions:
         self._is_sure = is_known and all(map(_counts, self._tensors))
         self._entries: list[tuple[dict[str, Any], dict[str, Any]]]
         self._entries = [(entry, dict(entry)) for entry in states]
+        # the entries with numbers, which a step may replace
         self._counting = [
             i
-            for i, (entry, _) in enumerate(self._entries)
+            for i, entry in enumerate(states)
             if not all(isinstance(value, torch.Tensor) for value in entry.values())
         ]
         self._count = -1
@@ -160,7 +162,7 @@ class Versions:
             return
         self._count = sum(map(_version, self._tensors))
         for i in self._counting:
-            entry, _ = self._entries[i]
+            entry = self._entries[i][0]
             self._entries[i] = (entry, dict(entry))
 
     @property
@@ -178,8 +180,7 @@ def _counts(tensor: torch.Tensor) -> bool:
 
 def _is_known(optimizer: Optimizer) -> bool:
     """Return whether the step is torch's own, and updates one tensor after the other."""
-    goes_by_lists = any(map(_goes_by_lists, optimizer.param_groups))
-    return is_torchs(optimizer) and not goes_by_lists
+    return is_torchs(optimizer) and not any(map(_goes_by_lists, optimizer.param_groups))
 
 
 def _goes_by_lists(group: dict[str, Any]) -> bool:
@@ -233,9 +234,8 @@ class LiveOptimizer:
         If the parameters are shards, `opt_state_view` converts their optimizer state.
         """
         self._opt_state_view, self._torch = opt_state_view, optimizer
-        self._step = bare_step(self._torch)
-        self.parts = parts_of(optimizer)
-        self.skips = bool(getattr(self._torch, "_step_supports_amp_scaling", False))
+        self._step, self.parts = bare_step(optimizer), parts_of(optimizer)
+        self.skips = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._params = names
         self._names = {id(param): name for param, name in names.items()}
         self._base = [
@@ -253,16 +253,13 @@ class LiveOptimizer:
         self._state: OptState = {}
         self._found: list[dict[str, Any]] = []
         self._waiting: set[int] = set()
-        places = {id(group): i for i, group in enumerate(self._torch.param_groups)}
-        self._parts = {
-            places[id(group)]: part
-            for part in self.parts
-            for group in part.param_groups
+        part_of = {
+            id(group): part for part in self.parts for group in part.param_groups
         }
+        groups = optimizer.param_groups
+        self._parts = [part_of[id(group)] for group in groups]
         self._places = {
-            id(param): (i, self._parts[i])
-            for i, group in enumerate(self._torch.param_groups)
-            for param in group["params"]
+            id(param): i for i, group in enumerate(groups) for param in group["params"]
         }
 
     def load(self, state: OptState) -> None:
@@ -284,10 +281,8 @@ class LiveOptimizer:
             group.update(numbers)
             self._changed[i] = dict(numbers)
             self._expected[i] = dict(group)
-        self._assigned = {}
-        self._kernel = None
-        self._versions = None
-        self._state = source
+        self._assigned, self._state = {}, source
+        self._kernel = self._versions = None
         # the dicts are copies, so collect the state by parameter name again after the step
         self._num_entries = -1
 
@@ -312,11 +307,8 @@ class LiveOptimizer:
 
         torch's fused optimizers do this for a GradScaler. This saves a pass over the gradients.
         """
-        return (
-            self.skips
-            and isinstance(divisor, torch.Tensor)
-            and divisor.dtype is torch.float32
-        )
+        is_tensor = isinstance(divisor, torch.Tensor)
+        return self.skips and is_tensor and divisor.dtype is torch.float32
 
     def update(
         self,
@@ -356,7 +348,8 @@ class LiveOptimizer:
 
         Each parameter sees its group's numbers from before the update.
         """
-        index, part = self._places[id(param)]
+        index = self._places[id(param)]
+        part = self._parts[index]
         self._waiting.discard(index)
         group, before = self._torch.param_groups[index], self._found[index]
         for key in group.keys() - before.keys():
@@ -389,12 +382,9 @@ class LiveOptimizer:
         if self._assigned:
             self._put_back()
         entries = len(self._torch.state)
-        if (
-            self._note_changes()
-            or entries != self._num_entries
-            or OTHERS in self._state
-        ):
-            if entries != self._num_entries:
+        has_new = entries != self._num_entries
+        if self._note_changes() or has_new or OTHERS in self._state:
+            if has_new:
                 self._check_entries()
             self._state = self._name_state()
             self._num_entries = entries
@@ -409,11 +399,8 @@ class LiveOptimizer:
         """Whether it is certain that an update that raised an error changed nothing."""
         if not self._has_begun:
             return True
-        return (
-            self._is_watched
-            and self._versions is not None
-            and self._versions.is_untouched
-        )
+        versions = self._versions if self._is_watched else None
+        return versions is not None and versions.is_untouched
 
     def _begin(self, hyper: Assignments, *, watch: bool) -> None:
         """Begin an update; `watch` records tensor versions, which takes 60 ns per tensor."""
@@ -452,10 +439,8 @@ class LiveOptimizer:
 
     def _assign(self, hyper: Assignments) -> None:
         """Set this update's hyperparameters; reset others that the last update set."""
-        over = {
-            at: self._base[at[0]][at[1]] for at in self._assigned if at not in hyper
-        }
-        for (i, key), value in {**over, **hyper}.items():
+        before = {(i, key): self._base[i][key] for i, key in self._assigned}
+        for (i, key), value in {**before, **hyper}.items():
             group = self._torch.param_groups[i]
             if key not in _READ:
                 self._kernel = None
@@ -506,11 +491,7 @@ class LiveOptimizer:
     def _name_state(self) -> OptState:
         named = named_state(self._torch, self._names)
         for i, group in enumerate(self._torch.param_groups):
-            tensors = {
-                k: v
-                for k, v in group.items()
-                if isinstance(v, torch.Tensor) and k not in STRUCTURE
-            }
+            tensors = {k: v for k, v in group.items() if isinstance(v, torch.Tensor)}
             entry = {**self._changed[i], **tensors}
             if entry:
                 named[group_key(i)] = entry
@@ -520,9 +501,7 @@ class LiveOptimizer:
 
 def _value(entry: Any) -> Any:
     """Return a hyperparameter; clone a tensor, so that no update changes it."""
-    if isinstance(entry, torch.Tensor):
-        return entry.clone()
-    return entry
+    return entry.clone() if isinstance(entry, torch.Tensor) else entry
 
 
 def _is_of(optimizer: Optimizer, error: BaseException) -> bool:
@@ -650,10 +629,9 @@ def counts_by_group(state: TrainState, *, optimizer: Optimizer | None = None) ->
     """
     optimizer = optimizer or state.definition.optimizer
     _, opt_state = try_optimizer(state, optimizer)
-    groups = optimizer.param_groups
     return any(
         not isinstance(value, torch.Tensor)
-        for i in range(len(groups))
+        for i in range(len(optimizer.param_groups))
         for value in opt_state.get(group_key(i), {}).values()
     )
 
@@ -674,11 +652,8 @@ def try_optimizer(
         part: a dim and a slice: the optimizer gets this slice of each parameter and its
         gradients.
     """
-    dim, within = part
-    skeleton = state.definition.skeleton
-    metas = _two_of_a_kind(
-        optimizer, dict(skeleton.module.named_parameters()), skeleton.trainable, dim
-    )
+    (dim, within), skeleton = part, state.definition.skeleton
+    metas = _two_of_a_kind(optimizer, skeleton, dim)
     generator = torch.Generator().manual_seed(0)
 
     def draw_tensor(meta: torch.Tensor) -> torch.Tensor:
@@ -686,10 +661,12 @@ def try_optimizer(
         return full[(slice(None),) * dim + (within,)] if meta.ndim > dim else full
 
     params = {name: nn.Parameter(draw_tensor(meta)) for name, meta in metas.items()}
-    live = LiveOptimizer(
-        _over(optimizer, {id(metas[name]): param for name, param in params.items()}),
-        {param: name for name, param in params.items()},
-    )
+    memo: Any = {id(metas[name]): param for name, param in params.items()}
+    small = rebuilt(optimizer, memo)
+    names = {param: name for name, param in params.items()}
+    for group in small.param_groups:
+        group["params"][:] = [p for p in group["params"] if p in names]
+    live = LiveOptimizer(small, names)
     trainable = {name: params[name] for name in skeleton.trainable if name in params}
     hyper = {
         (i, name): value
@@ -716,46 +693,25 @@ def try_optimizer(
 
 def _small(meta: torch.Tensor, dim: int) -> tuple[int, ...]:
     """Return a parameter's shape in the test: large enough to shard."""
-    return tuple(
-        _MOST if at == dim else min(n, _MOST) for at, n in enumerate(meta.shape)
-    )
+    return tuple(_MOST if i == dim else min(n, _MOST) for i, n in enumerate(meta.shape))
 
 
 def _two_of_a_kind(
-    optimizer: Optimizer,
-    metas: Mapping[str, torch.Tensor],
-    trainable: Iterable[str],
-    dim: int,
+    optimizer: Optimizer, skeleton: Skeleton, dim: int
 ) -> dict[str, torch.Tensor]:
     """Choose parameters for the test: only two of each kind, because layers repeat."""
-    trainable = frozenset(trainable)
-    groups = {
-        id(param): i
-        for i, group in enumerate(optimizer.param_groups)
-        for param in group["params"]
-    }
+    trainable, groups = frozenset(skeleton.trainable), optimizer.param_groups
+    group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
     counts = Counter[object]()
     chosen: dict[str, torch.Tensor] = {}
-    for name, meta in metas.items():
-        if id(meta) not in groups:
+    for name, meta in skeleton.module.named_parameters():
+        if id(meta) not in group_of:
             continue
-        kind = groups[id(meta)], _small(meta, dim), meta.dtype, name in trainable
+        kind = group_of[id(meta)], _small(meta, dim), meta.dtype, name in trainable
         counts[kind] += 1
         if counts[kind] <= _OF_A_KIND:
             chosen[name] = meta
     return chosen
-
-
-def _over(optimizer: Optimizer, params: dict[int, Any]) -> Optimizer:
-    """Return an optimizer over only these parameters.
-
-    `params` has the new parameters by the ids of the originals.
-    """
-    chosen = set(map(id, params.values()))
-    new_optimizer = rebuilt(optimizer, params)
-    for group in new_optimizer.param_groups:
-        group["params"][:] = [p for p in group["params"] if id(p) in chosen]
-    return new_optimizer
 
 
 # Optimizer in backward: step each parameter during the backward pass.

@@ -316,10 +316,10 @@ def _flatten(scores: Scores, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 def _view(scores: Scores, *sizes: Any) -> Any:
     part, shape = _part(scores), _shape(scores)
-    sizes = sizes[0] if isinstance(sizes[0], (tuple, list)) else sizes
-    if scores._dim != part.ndim - 1 or not all(isinstance(n, int) for n in sizes):
+    new: Any = sizes[0] if isinstance(sizes[0], (tuple, list)) else sizes
+    if scores._dim != part.ndim - 1 or not all(isinstance(n, int) for n in new):
         return NotImplemented
-    *rest, last = torch.empty(shape, device="meta").view(sizes).shape
+    *rest, last = torch.empty(shape, device="meta").view(new).shape
     if last != shape[-1]:
         return NotImplemented
     return Scores.of(part.reshape(*rest, part.shape[-1]), scores._ranks)
