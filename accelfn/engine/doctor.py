@@ -11,7 +11,7 @@ from collections.abc import Container, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from operator import is_
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, NoReturn, cast
 from weakref import ref
 
 import attrs
@@ -70,9 +70,9 @@ class Doctor:
     ) -> None:
         """Initialize with the first state, the engine's module and its torch optimizers."""
         data = state.data
-        self._modules = Counters.of(module.named_modules(), "counting-modules")
         named = (("", optimizer) for optimizer in optimizers)
-        self._optimizers = Counters.of(named, "counting-optimizers")
+        self._modules = Counters(module.named_modules(), "counting-modules")
+        self._optimizers = Counters(named, "counting-optimizers")
         self._left_out = None if data is None or data.collate is None else LeftOut()
         self._last_value: list[Any] | None = None if data is None else []
         ranks = state.world.along("tp")
@@ -122,16 +122,13 @@ class Doctor:
             for name in trainable
             if name in gradients and "tp" not in cut_axes(gradients[name])
         }
-        totals = [grad.clone() for grad in own_grads.values()]
-        lengths = torch.zeros(len(totals), dtype=torch.float64, device=ranks.device)
-        for i, total in enumerate(totals):
-            lengths[i] = total.norm()
-        all_reduce_([*totals, lengths], ranks, label="compare gradients")
-        for name, total, length in zip(
-            own_grads, totals, on_host(lengths).tolist(), strict=True
-        ):
+        totals = {name: grad.clone() for name, grad in own_grads.items()}
+        lengths = {name: grad.norm() for name, grad in own_grads.items()}
+        sums = [*totals.values(), *lengths.values()]
+        all_reduce_(sums, ranks, label="compare gradients")
+        for name, total in totals.items():
             far = (total - ranks.size * own_grads[name]).norm()
-            if float(on_host(far)) > _FAR * length:
+            if float(on_host(far)) > _FAR * float(on_host(lengths[name])):
                 raise LossError(_GRADIENTS_DIFFER.format(name, name.rpartition(".")[0]))
         self._layer_ranks = None
 
@@ -262,11 +259,8 @@ def _advise_of_batch(state: TrainState, batch: Any) -> str | None:
     if not isinstance(batch, Batch):
         # if the state has data, the doctor warns about values
         is_asked = is_sharded and state.data is None
-        return (
-            _advice_of("same").format(size)
-            if is_asked and _is_alike(batch, state)
-            else None
-        )
+        is_alike = is_asked and _is_alike(batch, state)
+        return _advice_of("same").format(size) if is_alike else None
     has_all = sum(weight or 0 for weight in batch.weights) == batch.num_samples > 1
     # each rank has its own stream
     is_own = state.data is not None and state.data.sharded
@@ -274,9 +268,8 @@ def _advise_of_batch(state: TrainState, batch: Any) -> str | None:
         return None
     if is_sharded:
         return _advice_of("uncut").format(batch.num_samples, size)
-    return (
-        _advice_of("unsharded").format(size) if definition.cache.has_same_data else None
-    )
+    is_same = definition.cache.has_same_data
+    return _advice_of("unsharded").format(size) if is_same else None
 
 
 def _is_alike(value: Any, state: TrainState) -> bool:
@@ -415,20 +408,13 @@ def _sample_schedule(rates: Rates, schedule: object) -> str:
     try:
         for update in _ASKED:
             samples += [_plain(value) for value in rates(update).values()]
-    except (
-        ArithmeticError,
-        LookupError,
-        ValueError,
-        Error,
-    ):  # the schedule ends earlier
+    # the schedule ends earlier
+    except (ArithmeticError, LookupError, ValueError, Error):
         samples.append(getattr(schedule, "__qualname__", type(schedule).__name__))
     return str(samples)
 
 
 # Find counters that modules and optimizers keep outside the state.
-
-
-_Numbers: TypeAlias = dict[tuple[str, str], float]
 
 
 class Counters:
@@ -437,40 +423,32 @@ class Counters:
     torch's own classes keep no such counters, and are not checked.
     """
 
-    def __init__(self, owners: list[tuple[str, object]], advice: str) -> None:
-        """Initialize with pairs (name, object), and the text of the warning."""
-        self._owners, self._advice = owners, advice
-        self._seen = list[_Numbers]()
-
-    @classmethod
-    def of(cls, owners: Iterable[tuple[str, object]], advice: str) -> "Counters | None":
-        """Return a check of these (name, object) pairs; None if all objects are torch's own."""
-        user_objects = [
+    def __init__(self, owners: Iterable[tuple[str, object]], advice: str) -> None:
+        """Initialize with pairs (name, object), and the key of the warning's text."""
+        self._owners = [
             (path or type(owner).__name__, owner)
             for path, owner in owners
             if not type(owner).__module__.startswith("torch.")
         ]
-        return cls(user_objects, advice) if user_objects else None
+        self._advice, self._seen = advice, list[dict[str, float]]()
 
     def look(self) -> bool:
         """Record the objects' numbers after a pass; return whether to check further passes.
 
         After the last checked pass, warn about numbers that count the passes.
         """
-        self._seen.append(
-            {
-                (path, name): value
-                for path, owner in self._owners
-                for name, value in _numbers(vars(owner))
-            }
-        )
+        numbers = {
+            f"{path}.{name}": value
+            for path, owner in self._owners
+            for name, value in _numbers(vars(owner))
+        }
+        self._seen.append(numbers)
         if len(self._seen) < _PASSES:
-            return True
-        first, *later = self._seen
+            return bool(self._owners)
         counts = {
-            f"{path}.{name}": values
-            for (path, name), value in first.items()
-            if _counts(values := [value, *(row.get((path, name)) for row in later)])
+            name: values
+            for name in self._seen[0]
+            if _counts(values := [row.get(name) for row in self._seen])
         }
         if counts:
             advise(_advice_of(self._advice).format(_format_counts(counts)))
@@ -491,12 +469,9 @@ def _numbers(attributes: dict[str, Any]) -> Iterator[tuple[str, float]]:
         elif type(value) is list:
             yield f"{name}'s length", len(value)
         elif type(value) is dict and not name.startswith("_"):
-            items = cast("dict[Any, Any]", value).items()
-            yield from (
-                (f"{name}[{key!r}]", number)
-                for key, number in items
-                if type(number) in (int, float)
-            )
+            for key, number in cast("dict[Any, Any]", value).items():
+                if type(number) in (int, float):
+                    yield f"{name}[{key!r}]", number
 
 
 def _of_tensor(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, float]]:
@@ -522,10 +497,8 @@ def _counts(values: list[Any]) -> bool:
 def _format_counts(counts: dict[str, list[Any]]) -> str:
     # leave out a tensor's number of writes if its value is there
     writes = {f"{name}'s number of writes" for name in counts}
-    names = [name for name in counts if name not in writes]
-    return "; ".join(
-        f"{name} was {', then '.join(map(repr, counts[name]))}" for name in names[:3]
-    )
+    shown = [(n, map(repr, row)) for n, row in counts.items() if n not in writes]
+    return "; ".join(f"{name} was {', then '.join(row)}" for name, row in shown[:3])
 
 
 # Find leaves of a loss's graph that do not belong to the state, such as a criterion's
@@ -548,11 +521,7 @@ def untracked_leaves(
         call has ended.
     """
     leaves = [leaf for leaf in _leaves_of(loss) if id(leaf) not in param_ids]
-    _warn_of_untrained([leaf for leaf in leaves if isinstance(leaf, nn.Parameter)])
-    return [ref(leaf) for leaf in leaves]
-
-
-def _warn_of_untrained(params: list[nn.Parameter]) -> None:
+    params = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
     if any(map(was_lent, params)):
         msg = (
             "The loss uses a model of af.borrow_model, but the `with` block of that call ended"
@@ -564,6 +533,7 @@ def _warn_of_untrained(params: list[nn.Parameter]) -> None:
     shapes = [tuple(param.shape) for param in params]
     if shapes:
         advise(_advice_of("untrained").format(shapes[:5]))
+    return [ref(leaf) for leaf in leaves]
 
 
 def _leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
@@ -606,9 +576,8 @@ def reject_frozen(
     Raises:
         LossError: parameters were frozen; the error names them.
     """
-    frozen = [
-        n for n, p in params.items() if n not in gradients and not p.requires_grad
-    ]
+    missing = {name: p for name, p in params.items() if name not in gradients}
+    frozen = [name for name, param in missing.items() if not param.requires_grad]
     for name in frozen:
         params[name].requires_grad_()
     if frozen:
@@ -659,9 +628,7 @@ def reject_device_mismatch(
         BatchError: some tensors are on another device.
     """
     tensors = tree.tensor_leaves((samples.value, samples.extras))
-    other_devices = {
-        str(tensor.device) for tensor in tensors if tensor.device.type != device.type
-    }
+    other_devices = {str(t.device) for t in tensors if t.device.type != device.type}
     if not other_devices:
         return
     msg = (
@@ -712,9 +679,7 @@ def preserve_model(model: nn.Module, device: torch.device) -> Generator[Any]:
         with torch.no_grad(), draws.seeded(0, device):
             before = draws.generator_states(device)
             for table, buffers in tables:
-                table.update(
-                    {n: b if b is None else b.clone() for n, b in buffers.items()}
-                )
+                table.update(tree.clone(buffers))
             model.eval()
             yield lambda: draws.generator_states(device) != before
     finally:

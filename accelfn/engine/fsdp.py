@@ -33,7 +33,7 @@ from accelfn.collectives.failures import naming
 from accelfn.collectives.packed import all_reduce_, gather_text
 from accelfn.definition.definition import Definition
 from accelfn.engine.doctor import reject_unused
-from accelfn.engine.modules import Regions, has_forward, select_modules
+from accelfn.engine.modules import Regions, has_forward, outermost, select_modules
 from accelfn.engine.runner import (
     CallOrder,
     LossFunction,
@@ -73,27 +73,12 @@ def units_of(module: nn.Module, regions: Regions | None, owner: str) -> list[nn.
         return select_modules(module, regions, owner)
     members = [
         member
-        for outermost_list in _outermost_lists(module)
-        for member in _callable_members(outermost_list)
+        for module_list in outermost(module, lambda _, m: isinstance(m, nn.ModuleList))
+        for child in module_list.children()
+        for member in outermost(child, lambda _, m: has_forward(m))
         if next(member.parameters(), None) is not None
     ]
-    return list({id(member): member for member in members}.values())
-
-
-def _callable_members(container: nn.Module) -> Iterator[nn.Module]:
-    """Yield the members of a container that have a forward, also in nested containers."""
-    for member in container.children():
-        if has_forward(member):
-            yield member
-        else:
-            yield from _callable_members(member)
-
-
-def _outermost_lists(module: nn.Module) -> list[nn.ModuleList]:
-    """Return the module lists that are not inside another module list."""
-    if isinstance(module, nn.ModuleList):
-        return [module]
-    return [found for child in module.children() for found in _outermost_lists(child)]
+    return list(dict.fromkeys(members))
 
 
 def check_units(module: nn.Module, units: list[nn.Module], whose: str) -> None:
@@ -236,12 +221,10 @@ class UnitOrder(CallOrder):
             first, then = f"FSDP gather {name}", f"FSDP reduce {name}"
             calls[first] = partial(self._gather_rows, unit)
             calls[then] = partial(self._reduce_zeros, unit)
-            reach_gather, reach_reduce = (
-                partial(self.reach, first),
-                partial(self.reach, then),
-            )
-            unit._all_gather_comm = OrderedCollective(reach_gather, self._gather)
-            unit._reduce_scatter_comm = OrderedCollective(reach_reduce, self._reduce)
+            reach = partial(self.reach, first)
+            unit._all_gather_comm = OrderedCollective(reach, self._gather)
+            reach = partial(self.reach, then)
+            unit._reduce_scatter_comm = OrderedCollective(reach, self._reduce)
         super().__init__(ranks, calls)
 
     def end(self, note: int = 0) -> list[int]:

@@ -65,7 +65,7 @@ def select_modules(
             return bool(name) and has_forward(module)
         return regions(name, module)
 
-    chosen = _outermost(module, "", is_meant)
+    chosen = outermost(module, is_meant)
     if not chosen:
         names = sorted({type(submodule).__qualname__ for submodule in module.modules()})
         msg = (
@@ -73,10 +73,10 @@ def select_modules(
             f" the classes {', '.join(names)}."
         )
         raise ModelError(msg)
-    unique = {id(region): region for region in chosen}
-    for region in unique.values():
+    unique = list(dict.fromkeys(chosen))
+    for region in unique:
         _check_forward(region, module, owner)
-    return list(unique.values())
+    return unique
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -98,13 +98,16 @@ def _check_forward(region: nn.Module, module: nn.Module, owner: str) -> None:
     raise ModelError(msg)
 
 
-def _outermost(module: nn.Module, name: str, is_meant: Predicate) -> list[nn.Module]:
+def outermost(
+    module: nn.Module, is_meant: Predicate, name: str = ""
+) -> list[nn.Module]:
+    """Return the modules for which a predicate is true, without those inside another one."""
     if is_meant(name, module):
         return [module]
     return [
         region
         for key, child in module.named_children()
-        for region in _outermost(child, f"{name}.{key}" if name else key, is_meant)
+        for region in outermost(child, is_meant, f"{name}.{key}" if name else key)
     ]
 
 

@@ -67,9 +67,8 @@ class PerRankRng:
         has_drawn = not all(map(torch.equal, own_states, self._states()))
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
-            if (
-                has_drawn
-            ):  # otherwise layers that are called twice would draw the same numbers
+            # otherwise layers that are called twice would draw the same numbers
+            if has_drawn:
                 torch.rand((), generator=generator, device=generator.device)
 
     def _generators(self) -> list[torch.Generator]:
@@ -94,23 +93,20 @@ class InputComparison:
     def __init__(self, ranks: World) -> None:
         """Initialize with the ranks that share the features, in order."""
         self._ranks = ranks
-        self._wholes: dict[str, torch.Tensor] | None = None
-        self._parts: dict[str, torch.Tensor] = {}
+        self._seen: tuple[dict[str, torch.Tensor], ...] = ()
 
     def begin(self) -> None:
         """Start to record inputs."""
-        self._wholes, self._parts = {}, {}
+        self._seen = {}, {}
 
     def see(self, place: str, tensor: torch.Tensor, *, is_whole: bool) -> None:
         """Record a layer's input. If the layer is called several times, the last call counts."""
-        if self._wholes is not None and not torch.is_grad_enabled():
-            inputs = self._wholes if is_whole else self._parts
-            inputs[place] = tensor.detach()
+        if self._seen and not torch.is_grad_enabled():
+            self._seen[is_whole][place] = tensor.detach()
 
     def end(self) -> str | None:
         """Stop recording; return the name of a layer whose inputs differ, or None."""
-        wholes, parts = self._wholes or {}, self._parts
-        self._wholes, self._parts = None, {}
+        (parts, wholes), self._seen = self._seen, ()
         if wholes.keys() != parts.keys():
             return next(iter(wholes.keys() ^ parts.keys()))
         differing = (n for n, full in wholes.items() if not self._fit(full, parts[n]))
@@ -123,7 +119,7 @@ class InputComparison:
         if part.is_meta:
             return True
         far = _COARSE if actual.dtype.itemsize < 4 else _FAR
-        distance, length = ((x.double().norm()) for x in (actual - part, part))
+        distance, length = (x.double().norm() for x in (actual - part, part))
         return not math.isfinite(distance) or bool(distance <= far * length)
 
 
@@ -305,6 +301,14 @@ class SelfSplittingLayer(nn.Module):
         raise NotImplementedError
 
 
+def own_layers(module: nn.Module) -> list[tuple[str, SelfSplittingLayer]]:
+    """Return the layers of a model that split themselves, with their names."""
+    named = module.named_modules()
+    return [
+        (name, layer) for name, layer in named if isinstance(layer, SelfSplittingLayer)
+    ]
+
+
 def own_cut(param: torch.Tensor) -> int | None:
     """Return the split dim that Megatron's attributes of a parameter define, or None."""
     fields = vars(param)
@@ -388,16 +392,12 @@ class VocabularyEmbedding(Parallel, nn.Embedding):
         weight, layers = self.now("weight", self.weight), self.layers
         if layers.is_whole:
             return F.embedding(input, weight, self.padding_idx)
-        count, ranks = len(weight), layers.ranks
-        begin = ranks.rank * count
-        is_own = (input >= begin) & (input < begin + count)
-        padding = self.padding_idx
-        has_padding = padding is not None and begin <= padding < begin + count
-        vectors = F.embedding(
-            (input - begin).masked_fill(~is_own, 0),
-            weight,
-            cast("int", padding) - begin if has_padding else None,
-        )
+        begin, words = layers.ranks.rank * len(weight), range(len(weight))
+        own_word = input - begin
+        is_own = (own_word >= 0) & (own_word < len(weight))
+        padding = None if self.padding_idx is None else self.padding_idx - begin
+        padding = padding if padding in words else None
+        vectors = F.embedding(own_word.masked_fill(~is_own, 0), weight, padding)
         vectors = layers.leave(vectors.masked_fill(~is_own.unsqueeze(-1), 0), self)
         if layers.sequence:
             layers.begin_sequence(self.place, training=self.training)
@@ -436,9 +436,8 @@ def share_gradients(
         params = vars(module)["_accelfn_own"] = dict(tables)
         for name, param in params.items():
             if param is not None and param.requires_grad:
-                tables[name] = cast(
-                    "Any", vocabulary.copy_to_ranks(param, layers.ranks)
-                )
+                copy: Any = vocabulary.copy_to_ranks(param, layers.ranks)
+                tables[name] = copy
 
     def put_back(module: nn.Module, *_: object) -> None:
         module._parameters.update(vars(module).pop("_accelfn_own", {}))
@@ -456,9 +455,9 @@ def _check_stands(place: str, layers: Layers, *, by_position: bool) -> None:
     """
     if (layers.split if by_position else layers.open) is not None:
         return
-    word, where = ("replicated", "between a column and a row layer")
+    word, where = REPLICATED, "between a column and a row layer"
     if by_position:
-        word, where = ("sequence", "in a part of the model where sequences are split")
+        word, where = SEQUENCE, "in a part of the model where sequences are split"
     msg = (
         f"af.tensor_parallel: the plan says {word!r} for {place!r}, but this module is not"
         f" {where}. There, every rank already has the full gradient, and a sum over ranks would"
@@ -553,11 +552,9 @@ def _word_of_torch(name: object, style: Any) -> str:
 
     if isinstance(style, SequenceParallel) and style.sequence_sharding == (Shard(1),):
         return SEQUENCE
-    inside: Any = getattr(style, "input_layouts", ())
-    outside: Any = getattr(style, "output_layouts", ())
+    ends = (getattr(style, f"{end}_layouts", ()) for end in ("input", "output"))
     full, features = (Replicate(),), (Shard(-1),)
-    is_local = getattr(style, "use_local_output", True)
-    key = (type(style), tuple(inside), tuple(outside), is_local)
+    key = (type(style), *map(tuple, ends), getattr(style, "use_local_output", True))
     words: dict[Any, str] = {
         (ColwiseParallel, full, features, True): "column",
         (ColwiseParallel, full, features, False): "vocabulary",
@@ -577,10 +574,7 @@ def _word_of_torch(name: object, style: Any) -> str:
 
 def word_of(plan: Mapping[str, str], name: str) -> str | None:
     """Return the plan's word, such as "row", for a module's name; None without a match."""
-    for pattern, word in plan.items():
-        if _matches(pattern, name):
-            return word
-    return None
+    return next((w for pattern, w in plan.items() if _matches(pattern, name)), None)
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -605,18 +599,15 @@ def cut_of(plan: Mapping[str, str], param: str, meta: torch.Tensor) -> int | Non
     if own_dim is not None:
         return own_dim
     place, _, key = param.rpartition(".")
-    kinds = LAYERS.get(word_of(plan, place) or "", {})
-    dim = next(
-        (kind.cuts.get(key) for kind in kinds.values() if key in kind.cuts), None
-    )
+    kinds = LAYERS.get(word_of(plan, place) or "", {}).values()
+    dim = next((kind.cuts[key] for kind in kinds if key in kind.cuts), None)
     return dim if dim is not None and dim < meta.ndim else None
 
 
 def split(plan: Mapping[str, str], module: nn.Module, layers: Layers) -> None:
     """Turn the layers in a plan into split layers. Their parameters are shards already."""
-    for name, layer in module.named_modules():
-        if isinstance(layer, SelfSplittingLayer):
-            layer.split(layers, name)
+    for name, layer in own_layers(module):
+        layer.split(layers, name)
     for name, layer, word in list(planned_modules(plan, module)):
         if word == SCATTERED:
             scatter(layer, name, layers)
@@ -651,12 +642,10 @@ def check_model(
     for problem in _problems(plan, module, size):
         msg = f"{caller}: {problem}"
         raise ModelError(msg)
-    split_themselves = 0
-    for name, layer in module.named_modules():
-        if isinstance(layer, SelfSplittingLayer):
-            layer.check(size, name, caller, sequence=sequence)
-            split_themselves += 1
-    if not plan and not split_themselves:
+    layers = own_layers(module)
+    for name, layer in layers:
+        layer.check(size, name, caller, sequence=sequence)
+    if not plan and not layers:
         msg = (
             f"{caller}: the plan is empty, and {type(module).__name__} has no layer of"
             " af.megatron.layers(world), which splits itself. Pass a dict from module names to"
