@@ -8,8 +8,9 @@ function again, which takes as long as thousands of steps.
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from accelfn.errors import CompileError, RecompilationWarning
 from accelfn.state.results import Loss, Number
 from accelfn.world import World
 
+Graph: TypeAlias = Callable[..., Any]
+"""A compiled loss: a function of (loss function, model, value, tuple of extras)."""
 DOUBLE_BACKWARD = "double backward"
 """These words in an error message mean that the loss itself computes gradients."""
 _TWICE = (
@@ -127,15 +130,8 @@ class Compiled:
         pass, and if a later call fails because torch must compile again.
         """
         if not self._is_first:
-            before = self._stats["unique_graphs"]
-            try:
-                result = self._fn(*args)
-            except self._failures:
-                pass
-            else:
-                if self._stats["unique_graphs"] != before:
-                    self._note()
-                return result
+            with suppress(CompileError):
+                return self(*args)
         with self._config.patch(trace_autograd_ops=True):
             return self(*args)
 
@@ -156,7 +152,7 @@ class Compiled:
 
     def _reason(self) -> str:
         reasons = [metric.recompile_reason for metric in self._metrics()[-1:]]
-        line = (reasons[0] if reasons else None) or "a value that it uses changed"
+        line = next(filter(None, reasons), "a value that it uses changed")
         # torch appends the line of code and the stack; remove both
         return line.strip().splitlines()[0].partition("  #")[0].strip()
 
@@ -236,10 +232,9 @@ class OneGraphRunner:
         value, extras = samples.value, samples.extras
         compiler.count_pass(loss_fn, samples)
         compiled_fn = compiler.loss(samples.origin, self._graph)
+        inputs = loss_fn, module, value, extras
         try:
-            is_loss, plain, grads = compiled_fn.differentiating(
-                loss_fn, module, value, extras
-            )
+            is_loss, plain, grads = compiled_fn.differentiating(*inputs)
         except CompileError:
             # call the loss without the compiler: an error of the loss itself is raised here
             loss_fn(module, value, *extras)
@@ -269,11 +264,9 @@ class OneGraphRunner:
         sums: list[torch.Tensor] = []
         addends: list[torch.Tensor] = []
         for param, grad in zip(self._trained, grads, strict=True):
-            if grad is None:
-                continue
             if param.grad is None:
                 param.grad = grad
-            else:
+            elif grad is not None:
                 sums.append(param.grad)
                 addends.append(grad)
         tree.add_(sums, addends, alpha=1)
@@ -310,7 +303,7 @@ class TwoGraphs:
     def __init__(self, compiler: Compiler, *, one_graph: bool) -> None:
         """Initialize with the compiler, and whether a loss may be compiled as one graph."""
         self._compiler, self._whole = compiler, one_graph
-        self._made: dict[LossFunction | None, Callable[..., Any]] = {}
+        self._made: dict[LossFunction | None, Graph] = {}
 
     def compiled(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
         """Return the compiled loss function."""
@@ -321,47 +314,39 @@ class TwoGraphs:
         run = self._made[origin]
 
         def compiled_loss(model: nn.Module, value: Any, *extras: Any) -> Any:
-            return run(loss_fn, model, value, *extras)
+            return run(loss_fn, model, value, extras)
 
         compiled_loss.__qualname__ = qualname(loss_fn)
         return compiled_loss
 
-    def _compile_loss(self, origin: LossFunction | None) -> Callable[..., Any]:
+    def _compile_loss(self, origin: LossFunction | None) -> Graph:
         compiled_fn = self._compiler.loss(origin, _forward_graph)
 
-        def run(
-            loss_fn: LossFunction, model: nn.Module, value: Any, *extras: Any
-        ) -> Any:
+        def run(loss_fn: LossFunction, model: nn.Module, *args: Any) -> Any:
             try:
-                return join_loss(*compiled_fn(loss_fn, model, value, extras))
+                return join_loss(*compiled_fn(loss_fn, model, *args))
             except CompileError as error:
                 if not (self._whole and DOUBLE_BACKWARD in str(error)):
+                    value, extras = args
                     loss_fn(model, value, *extras)
                     raise
             again = self._made[origin] = self._in_one_graph(origin, model)
-            return again(loss_fn, model, value, *extras)
+            return again(loss_fn, model, *args)
 
         return run
 
-    def _in_one_graph(
-        self, origin: LossFunction | None, model: nn.Module
-    ) -> Callable[..., Any]:
+    def _in_one_graph(self, origin: LossFunction | None, model: nn.Module) -> Graph:
         """Return one graph of a loss that computes gradients, and of the loss's own gradients."""
         params = [p for p in model.parameters() if p.requires_grad]
         compiled_fn = self._compiler.compile(_one_graph(params), qualname(origin))
 
-        def run(
-            loss_fn: LossFunction, model: nn.Module, value: Any, *extras: Any
-        ) -> Any:
-            is_loss, plain, grads = compiled_fn.differentiating(
-                loss_fn, model, value, extras
-            )
+        def run(*inputs: Any) -> Any:
+            is_loss, plain, grads = compiled_fn.differentiating(*inputs)
             if grads is None:
                 return join_loss(is_loss, plain)
             total, *rest = plain if is_loss else (plain,)
-            indices = [i for i, grad in enumerate(grads) if grad is not None]
-            used_params = (params[i] for i in indices)
-            total = _WithGrads.apply(total, [grads[i] for i in indices], *used_params)
+            used = {p: g for p, g in zip(params, grads, strict=True) if g is not None}
+            total = _WithGrads.apply(total, [*used.values()], *used)
             return join_loss(is_loss, (total, *rest) if is_loss else total)
 
         return run
@@ -390,19 +375,19 @@ def compile_regions(regions: Iterable[nn.Module], compiler: Compiler) -> None:
     """
     by_class: dict[tuple[type, bool], Compiled] = {}
     for region in regions:
-        kind, is_wrapped = type(region), "forward" in vars(region)
-        if (kind, is_wrapped) not in by_class:
+        kind, is_wrapped = key = type(region), "forward" in vars(region)
+        if key not in by_class:
             graph = _call_uncompiled if is_wrapped else _class_graph(kind)
-            by_class[kind, is_wrapped] = compiler.compile(graph, kind.__qualname__)
+            by_class[key] = compiler.compile(graph, kind.__qualname__)
         if is_wrapped:  # by a transform, such as af.checkpoint_activations
             vars(region)["_uncompiled"] = region.forward
-        region.forward = partial(_call_region, by_class[kind, is_wrapped], region)
+        region.forward = partial(_call_region, by_class[key], region)
 
 
 def _call_region(
-    compiled_fn: Compiled, region: nn.Module, *args: Any, **kwargs: Any
+    compiled_fn: Compiled, region: nn.Module, *args: Any, **how: Any
 ) -> Any:
-    return compiled_fn(region, args, kwargs)
+    return compiled_fn(region, args, how)
 
 
 def _class_graph(kind: type[nn.Module]) -> Callable[..., Any]:
