@@ -68,10 +68,9 @@ class Compiler:
             self._losses[loss_fn] = compiled_fn
             if len(self._losses) == _MANY:
                 msg = (
-                    f"{_MANY} loss functions were compiled for one model, the last one,"
-                    f" {qualname(loss_fn)}, at update {self.activity.step}. Call af.make_step"
-                    " once, before the loop, and pass values that change as extras:"
-                    " step(state, batch, value)."
+                    f"{_MANY} loss functions were compiled for one model, the last at update"
+                    f" {self.activity.step}: {qualname(loss_fn)}. Call af.make_step once, before"
+                    " the loop; pass values that change as extras: step(state, batch, value)."
                 )
                 warnings.warn(msg, RecompilationWarning, stacklevel=2)
         return compiled_fn

@@ -70,11 +70,10 @@ class Attention:
         ends = zip(mask.shape[-2:], lengths, strict=False)
         if mask.ndim < 2 or any(a not in (1, b) for a, b in ends):
             msg = (
-                f"af.context_parallel: attn_mask has the shape {tuple(mask.shape)}, but"
-                f" attention is over the {lengths[0]} x {lengths[1]} positions of all ranks."
-                " Pass is_causal=True, or a mask for all positions. accelfn splits tensors of"
-                " the batch that have the dim seq_dim, so make the mask a buffer of the model,"
-                " or give it fewer dims."
+                f"af.context_parallel: attn_mask has the shape {tuple(mask.shape)}, but ranks"
+                f" attend to {lengths[0]} x {lengths[1]} positions. Pass is_causal=True, or a"
+                " mask for all positions. accelfn splits tensors of the batch that have the dim"
+                " seq_dim, so make it a buffer of the model, or give it fewer dims."
             )
             raise LossError(msg)
 
@@ -104,9 +103,8 @@ class Attending(TorchFunctionMode):
             return self._attend(Attention(*args, **kwargs))
         if func is F.multi_head_attention_forward:
             msg = (
-                "af.context_parallel: nn.MultiheadAttention would compute attention over this"
-                " rank's positions only. Compute query, key and value with linear layers, and"
-                " call F.scaled_dot_product_attention."
+                "af.context_parallel: nn.MultiheadAttention would see this rank's positions only."
+                " Use linear layers and F.scaled_dot_product_attention instead."
             )
             raise LossError(msg)
         return func(*args, **kwargs)
@@ -137,11 +135,10 @@ def _refuse_rerun() -> None:
             and frame.f_locals["context_fn"] is noop_context_fn
         ):
             msg = (
-                "af.context_parallel: an attention layer runs under torch.utils.checkpoint,"
-                " which runs it again in the backward pass. This second run would see only the"
-                " positions of this rank. Turn off torch.utils.checkpoint (in a Transformers model:"
-                " model.gradient_checkpointing_disable()), and add af.checkpoint_activations()"
-                " to the setup instead."
+                "af.context_parallel: an attention layer runs under torch.utils.checkpoint, which"
+                " would run it again with only the positions of this rank. Turn that off (in a"
+                " Transformers model: model.gradient_checkpointing_disable()), and add"
+                " af.checkpoint_activations() to the setup instead."
             )
             raise LossError(msg)
         frame = frame.f_back
@@ -491,16 +488,14 @@ def _check_ring(attention: Attention) -> None:
     query, key, value = attention.three.values()
     if attention.dropout_p:
         msg = (
-            "af.context_parallel(ring=True): ring attention does not support dropout, but"
-            f" attention was called with dropout_p={attention.dropout_p:g}. Set dropout_p=0, or"
-            " leave out ring=True."
+            "af.context_parallel(ring=True) does not support dropout, but attention was called with"
+            f" dropout_p={attention.dropout_p:g}. Set dropout_p=0, or leave out ring=True."
         )
         raise LossError(msg)
     if attention.is_causal and attention.attn_mask is not None:
         msg = (
-            "af.context_parallel(ring=True): attention was called with both attn_mask and"
-            " is_causal=True. Pass only one of the two. If it is the mask, let it also hide"
-            " later positions."
+            "af.context_parallel(ring=True): a call with both attn_mask and is_causal=True."
+            " Pass only one of the two: a mask can hide later positions, too."
         )
         raise LossError(msg)
     shared_by, rest = divmod(query.shape[HEADS], max(key.shape[HEADS], 1))

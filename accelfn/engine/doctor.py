@@ -176,8 +176,7 @@ def _advise_row_count(samples: Samples) -> None:
         advise(
             f"This batch is a list of {length} tensors with {rows} rows each, so accelfn counts"
             f" {rows} samples. If the list has one entry per sample, stack it:"
-            " torch.stack(samples), or torch.utils.data.default_collate(samples). Or return"
-            " af.Loss(total, weight) from the loss function."
+            " torch.stack(samples). Or return af.Loss(total, weight) from the loss function."
         )
 
 
@@ -355,9 +354,8 @@ def check_definitions(state: TrainState) -> None:
 _GRADIENTS_DIFFER = (
     "af.tensor_parallel: all ranks have the parameter {!r}, but compute different gradients:"
     ' each rank uses it for its own features (between a "column" and a "row" layer) or its own'
-    " positions. If this is intended, as for a norm, let accelfn sum the gradients: add"
-    ' {{{!r}: "replicated"}} to the plan if ranks have their own features, or "sequence" if'
-    " they have their own positions."
+    " positions. If this is intended, as for a norm, let accelfn sum the gradients: add to the"
+    ' plan {{{!r}: "replicated"}} for own features, or the word "sequence" for own positions.'
 )
 
 
@@ -526,8 +524,7 @@ def untracked_leaves(
         msg = (
             "The loss uses a model of af.borrow_model, but the `with` block of that call ended"
             " before the backward pass, so the model has no parameters any more. Use a copy"
-            " instead, made before the step or in the loss function: step(state, batch,"
-            " af.snapshot_model(other))."
+            " instead: step(state, batch, af.snapshot_model(other))."
         )
         raise LossError(msg)
     shapes = [tuple(param.shape) for param in params]
@@ -585,8 +582,7 @@ def reject_frozen(
             "The loss function set requires_grad=False on parameters that the state trains:"
             f" {list_names(frozen)}. Freeze them outside the loss function: call"
             " requires_grad_(False) in the function that makes the model, or write state ="
-            " state.with_trainable(f), where f(name, param) returns True for each parameter to"
-            " train."
+            " state.with_trainable(f), with f(name, param) True for each parameter to train."
         )
         raise LossError(msg)
 
@@ -633,9 +629,8 @@ def reject_device_mismatch(
         return
     msg = (
         f"The loss function failed ({str(error).partition(chr(10))[0]}). Its arguments have"
-        f" tensors on {', '.join(sorted(other_devices))}, but the state is on {device}. Batches"
-        " of af.batches(state) are already on that device. Move your own batches: batch ="
-        " batch.to(state.world.device)."
+        f" tensors on {', '.join(sorted(other_devices))}, but the state is on {device}. Use"
+        " af.batches(state), or move your own batches: batch = batch.to(state.world.device)."
     )
     raise BatchError(msg) from error
 

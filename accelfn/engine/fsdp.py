@@ -102,9 +102,8 @@ def _problems(module: nn.Module, units: list[nn.Module]) -> Iterator[str]:
     for name, each in module.named_modules():
         if isinstance(each, _TABLES) and each.sparse and each.weight.requires_grad:
             yield (
-                f"the gradient of {f'{name}.weight'.lstrip('.')!r} is sparse, and torch shards"
-                " only dense gradients. Create that layer with sparse=False, or train this"
-                " model with af.wrap_ddp()."
+                f"the gradient of {f'{name}.weight'.lstrip('.')!r} is sparse, but shards are"
+                " dense. Create that layer with sparse=False, or train with af.wrap_ddp()."
             )
     names = {id(unit): name for name, unit in module.named_modules()}
     unit_ids = set(map(id, units))
@@ -114,9 +113,8 @@ def _problems(module: nn.Module, units: list[nn.Module]) -> Iterator[str]:
         unit = _unit_of(name, module, unit_ids, names)
         if owner.setdefault(id(param), unit) != unit:
             yield (
-                f"{name!r} is shared by two places of the model, {owner[id(param)]} and {unit},"
-                " and each of them would gather it. Pass units= so that both places are in one"
-                " unit, or outside of all units."
+                f"{name!r} is shared by two places, {owner[id(param)]} and {unit}, and each would"
+                " gather it. Pass units= that have both places in one unit, or both outside."
             )
         if param.ndim:  # scalars are not sharded
             dtypes.setdefault(unit, {}).setdefault(param.dtype, name)
@@ -320,9 +318,8 @@ class Unit(FSDPParamGroup):
         """
         if torch.is_grad_enabled():
             msg = (
-                "The loss calls torch.autograd.grad(create_graph=True), as a gradient penalty"
-                " does, but af.wrap_fsdp does not support such a double backward. Train this"
-                " model with af.wrap_ddp(), or remove the penalty."
+                "The loss calls torch.autograd.grad(create_graph=True), as a gradient penalty does,"
+                " but af.wrap_fsdp allows no double backward. Use af.wrap_ddp(), or no penalty."
             )
             raise LossError(msg)
         super().pre_backward(default_prefetch, *unused)

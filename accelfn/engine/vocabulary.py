@@ -220,10 +220,9 @@ class Scores(torch.Tensor):
             return func(args[1], args[0])
         if func.__name__.endswith("_") and not func.__name__.endswith("__"):
             msg = (
-                f"af.tensor_parallel: {func.__name__} cannot change scores in place, because"
-                " each rank has the scores of only some words. Call a function that returns a"
-                ' new tensor, such as scores.masked_fill(...), or make the head "gathered" in'
-                " the plan."
+                f"af.tensor_parallel: {func.__name__} cannot change scores in place: each rank has"
+                " only some words. Call a function that returns a new tensor, such as"
+                ' scores.masked_fill(...), or make the head "gathered" in the plan.'
             )
             raise LossError(msg)
         return func(*gather_scores(args), **gather_scores(kwargs))

@@ -236,9 +236,8 @@ _BEFORE = (
     " before the update, and the update has overwritten its tensors."
 )
 _UNFINISHED = (
-    "These gradients are not reduced yet: DeepSpeed holds them on each rank. Let the last"
-    " micro-batch of the update reduce them: compute(state, batch, into=grads, sync=True),"
-    " with compute = af.value_and_grad(loss_fn)."
+    "These gradients are not reduced yet: DeepSpeed holds them on each rank. Compute the last"
+    " micro-batch of the update with af.value_and_grad(loss_fn)(..., into=grads, sync=True)."
 )
 _DONATED = (
     "This state was passed to the step of update {update}, which updated its tensors in place."

@@ -297,9 +297,8 @@ def _count(count: Count, state: TrainState, batch: Any, into: Grads | None) -> C
     """Return the counts of the whole update that starts with this batch."""
     if into is not None:
         msg = (
-            "af.value_and_grad(loss_fn, count=...): into= cannot be used with count, because"
-            " the counts of all micro-batches are needed before the first one runs. Pass all"
-            " micro-batches in one call, with af.accumulate in the setup."
+            "af.value_and_grad(loss_fn, count=...): into= cannot be used with count, which counts"
+            " all micro-batches first. Pass them in one call, with af.accumulate in the setup."
         )
         raise GradsError(msg)
     parts: list[Any] = [batch]
@@ -430,9 +429,8 @@ def _check_planned(
     setup = state.definition.setup
     owner = next(e for e in setup if "steps_in_backward" in facts_of(e))
     msg = (
-        f"af.value_and_grad: {owner!r} updates each parameter and frees its gradient during the"
-        " backward pass, so there are no gradients to return. Use af.make_step(loss_fn), or"
-        " remove this transform with state.with_setup(...)."
+        f"af.value_and_grad: {owner!r} frees each gradient during the backward pass, so it cannot"
+        " be returned. Use af.make_step(loss_fn), or remove this transform."
     )
     raise GradsError(msg)
 
@@ -479,9 +477,8 @@ def _check_size(data: Data, batch: Batch) -> None:
         return
     if batch.num_samples > size or not batch.ends_epoch:
         msg = (
-            f"This batch has {batch.num_samples} samples, but the batch size of the state's"
-            f" data is {size}. After state.with_data(...), end the loop over af.batches, and"
-            " start a new loop over af.batches(state)."
+            f"This batch has {batch.num_samples} samples, but the batch size of the state's data is"
+            f" {size}. After state.with_data(...), start a new loop over af.batches(state)."
         )
         raise BatchError(msg)
 
@@ -533,8 +530,7 @@ def check_update(state: TrainState, grads: Grads) -> None:
     if grads.taken.trained not in (None, trainable):
         differ = sorted({*grads.taken.trained} ^ {*trainable})
         msg = (
-            "These gradients were computed with other trainable parameters:"
-            f" {', '.join(differ[:5])} were trainable either then or now, but not both. Compute"
-            " the gradients again after state.with_trainable(...)."
+            "These gradients were computed with other trainable parameters; they differ in"
+            f" {', '.join(differ[:5])}. Compute them again after state.with_trainable(...)."
         )
         raise GradsError(msg)
