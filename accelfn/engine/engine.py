@@ -287,12 +287,7 @@ class Engine:
         self._bound = (params, buffers, opt_state)
 
     def value_and_grad(
-        self,
-        state: TrainState,
-        loss_fn: LossFunction,
-        samples: Samples,
-        *,
-        sync: bool,
+        self, state: TrainState, loss_fn: LossFunction, samples: Samples, *, sync: bool
     ) -> tuple[Metrics, Grads]:
         """Run loss and backward pass; add to gradients of earlier samples. No state is changed."""
         into, loss_scale = samples.into, samples.loss_scale

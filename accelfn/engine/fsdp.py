@@ -442,11 +442,10 @@ class ShardBinding:
         """Build the module without values, and the parameters that the optimizer steps."""
         assert definition.layout is not None  # noqa: S101 - callers shard
         self._definition, self._splitter = definition, splitter
+        self.lend = partial(lend_sharded, definition, splitter)
         self._layout, skeleton = definition.layout, definition.skeleton
-        metas = {
-            name: meta.new_empty(self._layout.computed(name))
-            for name, meta in skeleton.module.named_parameters()
-        }
+        named = skeleton.module.named_parameters()
+        metas = {n: meta.new_empty(self._layout.computed(n)) for n, meta in named}
         whole = {n: p for n, p in params.items() if not tree.is_shard(p)}
         self.module = build_module(definition, {**metas, **whole}, buffers)
         inside = dict(self.module.named_parameters())
@@ -502,12 +501,6 @@ class ShardBinding:
         # autograd may not reduce all units, because an input may need no gradient on some ranks.
         # torch reduces the remaining units in this order, so that the root is last
         state._state_ctx.all_states.reverse()
-
-    def lend(
-        self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
-    ) -> Callable[..., Any]:
-        """Return a callable that runs `fn(model, ...)` on values sharded like the state's."""
-        return lend_sharded(self._definition, self._splitter, params, buffers)
 
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
         """Point the shards of torch and of the optimizer to the state's memory."""
@@ -573,25 +566,22 @@ class ShardBinding:
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """Return the reduced gradient shards, or whole gradients that are not reduced yet."""
-        gradients: dict[str, torch.Tensor] = {}
-        for name, param in self.trained.items():
-            split = self._split.get(name)
-            if split is None:
-                grad = param.grad
-            else:
-                grad = split.sharded_param.grad
-                if grad is None:
-                    grad = _whole_gradient(split)
-                    grad = None if grad is None else self._layout.laid(name, grad)
-                else:
-                    param.grad = part = tree.local(grad)
-                    split.sharded_param.grad = None
-                    # torch's FSDP knows only the ranks of its own mesh
-                    if self._is_inner:
-                        grad = tree.with_local(self.opt_state_view.state[name], part)
-            if grad is not None:
-                gradients[name] = grad
-        return gradients
+        found = {name: self._take(name, param) for name, param in self.trained.items()}
+        return {name: grad for name, grad in found.items() if grad is not None}
+
+    def _take(self, name: str, param: nn.Parameter) -> torch.Tensor | None:
+        split = self._split.get(name)
+        if split is None:
+            return param.grad
+        grad = split.sharded_param.grad
+        if grad is None:
+            whole = _whole_gradient(split)
+            return None if whole is None else self._layout.laid(name, whole)
+        param.grad = part = tree.local(grad)
+        split.sharded_param.grad = None
+        # torch's FSDP knows only the ranks of its own mesh
+        state = self.opt_state_view.state
+        return tree.with_local(state[name], part) if self._is_inner else grad
 
     def put_gradients(self, grads: Grads) -> None:
         """Set shards for the optimizer, or earlier gradients for the next pass to add to."""
@@ -633,12 +623,9 @@ def sharded_lender(
         definition: the definition of a state; its layout splits parameters by rows.
         caller: the transform that needs it, for error messages.
     """
-    splitter = Splitter(
-        mesh=definition.splits.mesh,
-        units=partial(units_of, regions=None, owner=caller),
-        device=definition.world.device,
-    )
-
+    units = partial(units_of, regions=None, owner=caller)
+    mesh, device = definition.splits.mesh, definition.world.device
+    splitter = Splitter(mesh=mesh, units=units, device=device)
     return partial(lend_sharded, definition, splitter)
 
 

@@ -128,9 +128,8 @@ def apply_module_transforms(module: nn.Module, state: TrainState) -> nn.Module:
         ok, kind = isinstance(new_module, nn.Module), "a module"
         check_returned(owner, "module", ok=ok, value=new_module, kind=kind)
         after = _held_by(new_module)
-        differing = {
-            n for n in before.keys() | after.keys() if before.get(n) is not after.get(n)
-        }
+        names = before.keys() | after.keys()
+        differing = {n for n in names if before.get(n) is not after.get(n)}
         if differing:
             msg = (
                 f"{owner!r}.module returned a module with other parameters or buffers than it"
@@ -313,26 +312,18 @@ class _Normed(torch.autograd.Function):
     """Normalizes inputs with the statistics of all ranks."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917 - a Function takes no keywords
-        ctx: Any,
-        inputs: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-        ranks: World,
-        counts: bool,  # noqa: FBT001
-        label: str,
+    def forward(
+        ctx: Any, inputs: torch.Tensor, weight: Any, bias: Any, *how: Any
     ) -> tuple[torch.Tensor, ...]:
+        eps, ranks, counts, label = ctx.how = how
         wide = tree.wide(inputs)
         await_turn(label, ranks)
-        count, mean, var = _combine_statistics(
-            _local(wide, counts=counts), ranks, label
-        )
+        statistics = _local(wide, counts=counts)
+        count, mean, var = _combine_statistics(statistics, ranks, label)
         own_mean, own_var = mean.to(wide), var.to(wide)
         affine = (None if p is None else p.to(wide) for p in (weight, bias))
         outputs = nn.functional.batch_norm(wide, own_mean, own_var, *affine, eps=eps)  # pyright: ignore[reportArgumentType]
         ctx.save_for_backward(inputs, weight, own_mean, own_var, count)
-        ctx.eps, ctx.ranks, ctx.counts, ctx.label = eps, ranks, counts, label
         ctx.mark_non_differentiable(count, mean, var)
         return outputs.to(inputs.dtype), count, mean, var
 
@@ -342,27 +333,28 @@ class _Normed(torch.autograd.Function):
         ctx: Any, *grads: torch.Tensor
     ) -> Any:
         inputs, weight, mean, var, count = ctx.saved_tensors
+        eps, ranks, counts, label = ctx.how
         wide = tree.wide(inputs)
         scale = torch.ones_like(mean) if weight is None else weight.to(wide)
         masks = [ctx.needs_input_grad[0], True, True]
         nothing = mean.new_empty(0)  # CUDA needs an empty tensor instead of None
         plain, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
             *(grads[0].to(wide), wide, scale, mean, var, nothing, nothing),
-            *(False, ctx.eps, masks),  # use the given statistics
+            *(False, eps, masks),  # use the given statistics
         )
         # an input may need a gradient on some ranks only, so all ranks take part in the sum
-        sums, label = torch.cat([by_weight, by_bias]), f"{ctx.label} backward"
-        await_turn(label, ctx.ranks)
-        sum_(sums, ctx.ranks, label=label)
+        sums, label = torch.cat([by_weight, by_bias]), f"{label} backward"
+        await_turn(label, ranks)
+        sum_(sums, ranks, label=label)
         input_grad = None
         if ctx.needs_input_grad[0]:
             weight_total, bias_total = (sums / count.to(sums)).split(len(mean))
-            inverse = torch.rsqrt(var + ctx.eps)
+            inverse = torch.rsqrt(var + eps)
             slope = scale * inverse * inverse * weight_total
             offset = scale * inverse * bias_total - slope * mean
             through = wide * _channels(slope, wide) + _channels(offset, wide)
             # filler samples have no effect on the statistics
-            input_grad = (plain - through if ctx.counts else plain).to(inputs.dtype)
+            input_grad = (plain - through if counts else plain).to(inputs.dtype)
         needs = ctx.needs_input_grad[1:3]
         parameters = [
             grad.to(weight.dtype) if need and weight is not None else None

@@ -774,18 +774,16 @@ class LiveUpdate:
         """
         self._divisor = never_zero(weight)
 
+    @torch.no_grad()
     def take(self, param: torch.Tensor) -> None:
         """Step a parameter whose gradient is complete, and free the gradient."""
-        if self.is_planned and param.grad is not None:
-            with torch.no_grad():
-                self._take(param, param.grad)
-
-    def _take(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        if not self.is_planned or param.grad is None:
+            return
         if self._begin is not None:
             begin, self._begin = self._begin, None
             begin()
             self._optimizer.begin(self._hyper)
-        divisor = divide_([grad], self._divisor, self._optimizer.divides)
+        divisor = divide_([param.grad], self._divisor, self._optimizer.divides)
         self._optimizer.step_alone(param, divisor)
         param.grad = None
         self._done.append(self._names[id(param)])

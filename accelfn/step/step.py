@@ -41,12 +41,7 @@ from accelfn.state.state import (
     next_state,
     skip_update,
 )
-from accelfn.state.update import (
-    Update,
-    apply_transforms,
-    draws_for,
-    plan_hyper,
-)
+from accelfn.state.update import Update, apply_transforms, draws_for, plan_hyper
 from accelfn.step.value_and_grad import Count, check_update, gradients_of
 from accelfn.world import World
 
@@ -314,13 +309,11 @@ def take_in_backward(
             raise GradsError(_explain_unreduced(world.loss))
         engine = engine_of(state)
         assignments, update = plan_hyper(Update(state=state, slots=state._slots))
-        num_tried = state.num_tried
+        number = state.num_tried
         engine.bind(state)
         live = engine.live_update
         assert live is not None  # noqa: S101 - the caller has checked this
-        begin = partial(
-            state.lease.end, StateDonatedError, _INTERRUPTED, update=num_tried
-        )
+        begin = partial(state.lease.end, StateDonatedError, _INTERRUPTED, update=number)
         live.plan(assignments, hold, begin)
         try:
             metrics, grads = compute()
