@@ -174,7 +174,16 @@ class Heads:
             not have all positions.
         """
         ranks = self._ranks
-        _check_heads(attention, ranks)
+        attention.check_dims()
+        for name, tensor in attention.three.items():
+            if tensor.shape[HEADS] % ranks.size:
+                msg = (
+                    f"af.context_parallel: the {name} of shape {tuple(tensor.shape)} has"
+                    f" {tensor.shape[HEADS]} heads, which cannot be divided among {ranks.size}"
+                    ' ranks along "cp". Use a number of ranks that divides the number of heads,'
+                    " or af.context_parallel(ring=True), which does not split heads."
+                )
+                raise LossError(msg)
         query, key, value = exchange_heads(
             (attention.query, attention.key, attention.value), ranks, (HEADS, POSITIONS)
         )
@@ -186,20 +195,6 @@ class Heads:
         options |= {"query": query, "key": key, "value": value, "attn_mask": mask}
         output = F.scaled_dot_product_attention(**options)
         return exchange_heads((output,), ranks, (POSITIONS, HEADS))[0]
-
-
-def _check_heads(attention: Attention, ranks: World) -> None:
-    """Raise unless the number of heads is a multiple of the number of ranks."""
-    attention.check_dims()
-    for name, tensor in attention.three.items():
-        if tensor.shape[HEADS] % ranks.size:
-            msg = (
-                f"af.context_parallel: the {name} of shape {tuple(tensor.shape)} has"
-                f" {tensor.shape[HEADS]} heads, which cannot be divided among {ranks.size}"
-                ' ranks along "cp". Use a number of ranks that divides the number of heads, or'
-                " af.context_parallel(ring=True), which does not split heads."
-            )
-            raise LossError(msg)
 
 
 def exchange_heads(
@@ -451,8 +446,7 @@ class Ring:
         if mask is None:
             return [None] * size
         if mask.dtype is torch.bool:
-            zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-            mask = zeros.masked_fill(~mask, -torch.inf)
+            mask = torch.where(mask, 0.0, _NOTHING).to(dtype)
         mask = _as_autocast(mask)[(None,) * (4 - mask.ndim)]
         rows = _of_pieces(mask, -2, self._ranks.rank, size)
         # a mask may have large finite numbers, such as -1e9, instead of -inf. Subtract each row's
@@ -488,7 +482,7 @@ def _check_ring(attention: Attention) -> None:
     query, key, value = attention.three.values()
     if attention.dropout_p:
         msg = (
-            "af.context_parallel(ring=True) does not support dropout, but attention was called with"
+            "af.context_parallel(ring=True): a ring has no dropout, but attention was called with"
             f" dropout_p={attention.dropout_p:g}. Set dropout_p=0, or leave out ring=True."
         )
         raise LossError(msg)

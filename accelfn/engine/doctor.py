@@ -168,11 +168,10 @@ def _advise_row_count(samples: Samples) -> None:
     value: Any = samples.value
     if samples.known is not None or not isinstance(value, list):
         return
+    length = len(cast("list[Any]", value))
     sizes = {leaf.size(0) for leaf in tree.tensor_leaves(value) if leaf.ndim}
-    if len(sizes) != 1:  # rows of different sizes are not counted
-        return
-    length, rows = len(cast("list[Any]", value)), sizes.pop()
-    if length > max(rows, _MANY):
+    # rows of different sizes are not counted
+    if len(sizes) == 1 and length > max(rows := sizes.pop(), _MANY):
         advise(
             f"This batch is a list of {length} tensors with {rows} rows each, so accelfn counts"
             f" {rows} samples. If the list has one entry per sample, stack it:"
@@ -274,13 +273,8 @@ def _advise_of_batch(state: TrainState, batch: Any) -> str | None:
 def _is_alike(value: Any, state: TrainState) -> bool:
     """Return whether the value's tensors are equal on all ranks."""
     batch = state.world.batch
-    sums = [
-        checksum(tensor)
-        for tensor in tree.tensor_leaves(value)
-        if tensor.layout is torch.strided
-        and not tensor.is_nested
-        and tensor.numel() > 1
-    ]
+    dense = [t for t in tree.tensor_leaves(value) if t.layout is torch.strided]
+    sums = [checksum(t) for t in dense if not t.is_nested and t.numel() > 1]
     # without tensors to compare, use the rank's number, so that ranks differ
     own_sum = checksum(torch.stack(sums)) if sums else torch.tensor(batch.rank)
     all_sums = all_gather_list(own_sum.to(batch.device), batch, label="first batch")

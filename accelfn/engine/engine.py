@@ -539,8 +539,8 @@ class Engine:
         """Move the caller's gradients out of DDP's buckets; drop the engine's gradients."""
         if self._live is None:
             return
-        live = self._live if isinstance(self._live, dict) else {}
-        for part in (local(live[name]) for name in self._handed_out):
+        for name in self._handed_out:
+            part = local(self._live[name])
             part.data = part.clone()
         self._buffers.leave()
         self.discard()
