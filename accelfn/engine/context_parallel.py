@@ -300,17 +300,17 @@ class Block:
         if not self._has_kernel():
             return self.gradients_with_mask(upstream, output, lse)[:3]
         three, options = self._of_each_head()
-        given: Any = (upstream, *three, output, finite(lse).contiguous())
+        inputs: Any = (upstream, *three, output, finite(lse).contiguous())
         if self.query.is_cpu:
             kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward
             options["attn_mask"] = self.mask
         else:
             kernel = _aten._scaled_dot_product_flash_attention_backward
-            # None is only for batches of sequences with different lengths
-            given += (None, None, self.query.shape[2], self.key.shape[2])
+            # cumulative lengths: only batches of sequences of different lengths have them
+            inputs += (None, None, self.query.shape[2], self.key.shape[2])
             none_drawn = torch.zeros((), dtype=torch.int64, device=output.device)
             options |= {"philox_seed": none_drawn, "philox_offset": none_drawn}
-        query, key, value = kernel(*given, dropout_p=0.0, **options)
+        query, key, value = kernel(*inputs, dropout_p=0.0, **options)
         return query, self._sum_heads(key), self._sum_heads(value)
 
     def gradients_with_mask(
@@ -489,7 +489,7 @@ def _check_ring(attention: Attention) -> None:
     if attention.is_causal and attention.attn_mask is not None:
         msg = (
             "af.context_parallel(ring=True): a call with both attn_mask and is_causal=True."
-            " Pass only one of the two: a mask can hide later positions, too."
+            " Pass only one of the two: a mask can also hide later positions."
         )
         raise LossError(msg)
     shared_by, rest = divmod(query.shape[HEADS], max(key.shape[HEADS], 1))
@@ -602,13 +602,13 @@ class _Attention(torch.autograd.Function):
                     of_masks.append(None)
                 of_query[:, :, rows] += three[0]
                 home.add(three[1:], columns)
-        found = (of_query, *home.arrived(), *of_masks)
-        gradients = zip(found, (query, key, value, *masks), strict=True)
+        results = (of_query, *home.arrived(), *of_masks)
+        gradients = zip(results, (query, key, value, *masks), strict=True)
         return None, *(g if g is None else g.to(like.dtype) for g, like in gradients)
 
 
 def _plainly(tensor: torch.Tensor) -> Any:
     """Return a context without autocast, on the tensor's device."""
     kind = tensor.device.type
-    has_autocast = is_autocast_available(kind)  # the meta device has none
+    has_autocast = is_autocast_available(kind)  # the meta device has no autocast
     return torch.autocast(kind, enabled=False) if has_autocast else NOTHING

@@ -489,8 +489,8 @@ def _counts(values: list[Any]) -> bool:
 def _format_counts(counts: dict[str, list[Any]]) -> str:
     # leave out a tensor's number of writes if its value is there
     writes = {f"{name}'s number of writes" for name in counts}
-    shown = [(n, map(repr, row)) for n, row in counts.items() if n not in writes]
-    return "; ".join(f"{name} was {', then '.join(row)}" for name, row in shown[:3])
+    rows = [(n, map(repr, row)) for n, row in counts.items() if n not in writes]
+    return "; ".join(f"{name} was {', then '.join(row)}" for name, row in rows[:3])
 
 
 # Find leaves of a loss's graph that do not belong to the state, such as a criterion's

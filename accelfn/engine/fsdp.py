@@ -113,8 +113,8 @@ def _problems(module: nn.Module, units: list[nn.Module]) -> Iterator[str]:
         unit = _unit_of(name, module, unit_ids, names)
         if owner.setdefault(id(param), unit) != unit:
             yield (
-                f"{name!r} is shared by two places, {owner[id(param)]} and {unit}, and each would"
-                " gather it. Pass units= that have both places in one unit, or both outside."
+                f"{name!r} is shared by two places of the model, {owner[id(param)]} and {unit}."
+                " Pass units= so that both places are in one unit, or outside of all units."
             )
         if param.ndim:  # scalars are not sharded
             dtypes.setdefault(unit, {}).setdefault(param.dtype, name)
@@ -566,8 +566,10 @@ class ShardBinding:
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """Return the reduced gradient shards, or whole gradients that are not reduced yet."""
-        found = {name: self._take(name, param) for name, param in self.trained.items()}
-        return {name: grad for name, grad in found.items() if grad is not None}
+        gradients = {
+            name: self._take(name, param) for name, param in self.trained.items()
+        }
+        return {name: grad for name, grad in gradients.items() if grad is not None}
 
     def _take(self, name: str, param: nn.Parameter) -> torch.Tensor | None:
         split = self._split.get(name)
@@ -575,8 +577,10 @@ class ShardBinding:
             return param.grad
         grad = split.sharded_param.grad
         if grad is None:
-            whole = _whole_gradient(split)
-            return None if whole is None else self._layout.laid(name, whole)
+            full_grad = _whole_gradient(split)
+            return (
+                full_grad if full_grad is None else self._layout.laid(name, full_grad)
+            )
         param.grad = part = tree.local(grad)
         split.sharded_param.grad = None
         # torch's FSDP knows only the ranks of its own mesh

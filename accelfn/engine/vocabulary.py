@@ -162,9 +162,9 @@ def _cross_entropy(
     if weight is not None:
         weights = weight[word].to(part.dtype) * weights
     loss = (log - due) * weights
-    for summed in spread:
+    for score_sum in spread:
         of_words = number if weight is None else weight.sum()
-        smooth = (of_words * log - summed) / number
+        smooth = (of_words * log - score_sum) / number
         loss = (1 - label_smoothing) * loss + label_smoothing * smooth
     loss = loss.masked_fill(~counts, 0)
     if reduction == "mean":

@@ -185,10 +185,10 @@ class _Evaluation:
         self._state.lease.check()
         seed = draws.fold(self._key, self._calls)
         self._calls += 1
-        given = batch.value, self._extras, batch.weights[0]
-        weighed = self._takes_weight
-        samples = Samples(*given, lone=False, is_weighed=weighed, batch=batch)
-        if weighed:
+        arguments = batch.value, self._extras, batch.weights[0]
+        is_weighed = self._takes_weight
+        samples = Samples(*arguments, lone=False, is_weighed=is_weighed, batch=batch)
+        if is_weighed:
             samples = samples.with_weight(device)
         versions = [param._version for param in self._params.values()]
         activity = world.connection.activity

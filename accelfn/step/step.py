@@ -271,10 +271,11 @@ def take_update(
             if not update.skipped:
                 opt_state = _step_optimizer(update, assignments, engine, flag, hold)
                 if update.grads.taken.owned_by_engine:  # DeepSpeed may skip
-                    skipped = opt_state is None
+                    is_skipped = opt_state is None
                     reports = engine.binding.holder.reports()
-                    told = update.grads.with_metrics(**reports, skipped=float(skipped))
-                    update = attrs.evolve(update, grads=told, skipped=skipped)
+                    reports["skipped"] = float(is_skipped)
+                    new_grads = update.grads.with_metrics(**reports)
+                    update = attrs.evolve(update, grads=new_grads, skipped=is_skipped)
             if opt_state is None:
                 hold()
                 engine.discard()
@@ -445,7 +446,7 @@ def _step_optimizer(
 
 
 def _complete_update(update: Update, after: TrainState, *grads: Grads) -> TrainState:
-    """Return the next state after the transforms' `after_update`, which sees a skip, too."""
+    """Return the next state after the transforms' `after_update`, also after a skip."""
     if after.definition.setup.owners["after_update"]:
         try:
             after = apply_to_state("after_update", after, update)

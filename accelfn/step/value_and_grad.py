@@ -118,11 +118,11 @@ def with_count(loss_fn: Callable[..., Any], count: Count) -> Callable[..., Any]:
             )
             raise LossError(msg)
         count_sum = sum(_call(count, batch).values())
-        whole, aux = counts.whole, dict(share.aux)
+        factor, aux = counts.whole, dict(share.aux)
         for name, entry in share.aux.items():
             if not isinstance(entry, tuple):
-                aux[name] = (entry * whole, count_sum)
-        return Loss(share.total * whole, count_sum, **aux)
+                aux[name] = (entry * factor, count_sum)
+        return Loss(share.total * factor, count_sum, **aux)
 
     loss_of_share.__qualname__ = qualname(loss_fn)
     return loss_of_share
@@ -377,8 +377,8 @@ def _innermost(
     elif world.connection.activity.stand_ins:
         _reject_stand_in(batch, world.connection.activity.stand_ins)
     is_whole = into is None and sync
-    lone, judged = is_whole and _is_lone(definition), "judges_finite" in setup.facts
-    flags = lone, judged, is_whole, has_weight
+    lone, is_judged = is_whole and _is_lone(definition), "judges_finite" in setup.facts
+    flags = lone, is_judged, is_whole, has_weight
     samples = Samples(
         *(value, extras, weight, *flags), into, cursor, scale, source, origin
     )
