@@ -13,15 +13,8 @@ import inspect
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from types import WrapperDescriptorType
-from typing import (
-    Any,
-    Protocol,
-    TypeAlias,
-    TypeVar,
-    cast,
-    dataclass_transform,
-)
+from itertools import permutations
+from typing import Any, Protocol, TypeAlias, TypeVar, cast, dataclass_transform
 
 import attrs
 import torch
@@ -259,10 +252,9 @@ def check_told(transform: Any) -> None:
                 msg = f"{code}.{name}[{fact!r}] is {value!r}; expected a sentence (a string)."
                 raise ArgumentError(msg)
     fields = transform.without if hasattr(type(transform), "without") else ()
-    for field in (fields,) if isinstance(fields, str) else fields:
-        if isinstance(fields, str) or field not in FIELDS:
-            msg = f"{code}.without is {fields!r}; expected a tuple of some of {FIELDS}."
-            raise ArgumentError(msg)
+    if isinstance(fields, str) or not all(field in FIELDS for field in fields):
+        msg = f"{code}.without is {fields!r}; expected a tuple of some of {FIELDS}."
+        raise ArgumentError(msg)
     entries = told_by(transform, "tells").get("by_rank") or ()
     if isinstance(entries, str) or not all(isinstance(entry, str) for entry in entries):
         msg = f"{code}.tells['by_rank'] is {entries!r}; expected a tuple of strings."
@@ -276,29 +268,23 @@ def _refuse_near(attribute: str, name: str, names: Sequence[str]) -> None:
         raise ArgumentError(msg)
 
 
-def check_together(
-    transforms: Sequence[Any], says: Mapping[Any, Mapping[str, Any]]
-) -> None:
+def check_together(transforms: Sequence[Any]) -> None:
     """Raise if a transform of a chain rejects another transform by its `refuses`.
-
-    Args:
-        transforms: the transforms of the chain.
-        says: for the `id()` of each transform, a dict of its methods and facts by name.
 
     Raises:
         CompositionError: the message has the sentence of the rejecting transform.
     """
-    for owner in transforms:
-        rest = [other for other in transforms if other is not owner]
-        refuses = told_by(owner, "refuses")
-        for other in rest if refuses else ():
-            for name, sentence in refuses.items():
-                value = says[id(other)].get(name)
-                if value:
-                    text = sentence.replace("{other!r}", "{other}")
-                    text = text.replace("{told}", str(value))
-                    msg = f"af.chain: {owner!r} {text.replace('{other}', repr(other))}"
-                    raise CompositionError(msg)
+    for owner, other in permutations(transforms, 2):
+        # `reduce = None` means not to reduce
+        says = {f: f for f in FIELDS if has_field(other, f) and getattr(other, f)}
+        says |= facts_of(other)
+        for name, sentence in told_by(owner, "refuses").items():
+            value = says.get(name)
+            if value:
+                text = sentence.replace("{other!r}", "{other}")
+                text = text.replace("{told}", str(value))
+                msg = f"af.chain: {owner!r} {text.replace('{other}', repr(other))}"
+                raise CompositionError(msg)
 
 
 def check_needs(transforms: Iterable[Any], names: Collection[str]) -> None:
@@ -336,25 +322,23 @@ Owners: TypeAlias = Mapping[str, tuple[Any, ...]]
 
 def explanation(setup: "chain") -> str:
     """Return a step as text: the nested calls of the transforms' methods."""
-    owners, scaling = setup.owners, _telling(setup, "loss_scale")
+    owners = setup.owners
     engine, reduce = owners["engine"], owners["reduce"]
     if reduce:
         how = "not reduced" if reduce[0].reduce is None else "reduced"
         how = f"{how} over ranks: {reduce[0].name}"
     else:
         how = "averaged over ranks" if engine else "not reduced over ranks"
-    wraps = _nest_calls(
-        owners,
-        "value_and_grad",
-        f"value_and_grad({_nest_calls(owners, 'loss', 'loss_fn')})",
-    )
+    loss = _nest_calls(owners, "loss", "loss_fn")
+    wraps = _nest_calls(owners, "value_and_grad", f"value_and_grad({loss})")
     module = _chain_calls(owners, "module", "module")
     lies = engine[0].name if engine else "local"
     lies = "".join(f"{name} of " for name in _telling(setup, "compiles")) + lies
     lies = lies if module == "module" else f"{lies} of {module}"
+    scaling = _telling(setup, "loss_scale")
     scales = "".join(f" * {name}.loss_scale" for name in scaling)
     mean = f"grads / (weight{scales})" if scales else "grads / weight"
-    noting = [e.name for e in owners["after_update"] if facts_of(e).get("sees_skips")]
+    noting = _telling(owners["after_update"], "sees_skips")
     lines = [
         f"plan = {_chain_calls(owners, 'data', 'plan')}  # who takes which samples",
         f"metrics, grads = {wraps}(state, batch)",
@@ -372,7 +356,7 @@ def explanation(setup: "chain") -> str:
     return "\n    ".join(["step(state, batch):", *body])
 
 
-def _telling(transforms: "chain", fact: str) -> list[str]:
+def _telling(transforms: Iterable[Any], fact: str) -> list[str]:
     """Return the names of the transforms that have a fact."""
     return [owner.name for owner in transforms if fact in facts_of(owner)]
 
@@ -472,9 +456,7 @@ def check_copied(
     ]
     for path, tensors in sources:
         if _follows(slot, tensors):
-            name = next(
-                name for name, tensor in tensors.items() if _follows(slot, tensor)
-            )
+            name = next(n for n, tensor in tensors.items() if _follows(slot, tensor))
             msg = (
                 f"{owner!r} returned a slot that contains {path}[{name!r}] itself, not a copy."
                 " The next updates would change this tensor. Return copies, such as"
@@ -506,8 +488,6 @@ def own_objects(slot: Any) -> Any:
 
 
 T = TypeVar("T")
-
-
 State = TypeVar("State")
 """The TrainState that a transform is applied to."""
 
@@ -561,15 +541,13 @@ def transform(cls: type[T]) -> type[T]:
         raise ArgumentError(msg)
     check_fields(cls)
     check_attributes(cls)
-    # a built-in class has a slot wrapper as __init__, and is rejected below
-    init = vars(cls).get("__init__")
-    if init is not None and not isinstance(init, WrapperDescriptorType):
+    if inspect.isfunction(vars(cls).get("__init__")):
         msg = (
             f"@af.transform: {cls.__name__} must not define __init__. Write each"
             " option as a line of the class, such as scale: float = 1.0."
         )
         raise ArgumentError(msg)
-    named = cast("Any", cls)
+    named: Any = cls
     try:
         named.__call__ = _apply
     except TypeError as error:  # a built-in class, which is immutable
@@ -578,14 +556,13 @@ def transform(cls: type[T]) -> type[T]:
     named.__repr__ = _repr
     named._repr_pretty_ = _repr_pretty
     named.__accelfn_transform__ = True
-    record = attrs.frozen(cls, repr=False, field_transformer=_with_name)
-    changing = cast("Any", record)
-    changing.__init__.__annotations__ |= {  # attrs would use the annotation of the converter
+    record: Any = attrs.frozen(cls, repr=False, field_transformer=_with_name)
+    record.__init__.__annotations__ |= {  # attrs would use the annotation of the converter
         field.name: field.type
-        for field in attrs.fields(changing)
+        for field in attrs.fields(record)
         if field.converter is _copy_containers and field.type is not None
     }
-    changing.__setattr__ = changing.__delattr__ = readonly(
+    record.__setattr__ = record.__delattr__ = readonly(
         cls.__name__,
         f"for other options, create another {cls.__name__}(...). Keep changing values in its"
         " slot, which `init` and the other methods return",
@@ -668,13 +645,12 @@ def _apply(self: Transform, state: State) -> State:
 def _repr(self: Any) -> str:
     """Return the call that creates this transform, without options that have their default."""
     options: list[str] = []
-    for field in attrs.fields(type(self)):
-        value = getattr(self, field.name)
-        if field.default is not NOTHING and value == field.default:
-            continue
-        code = _code(value)
-        options.append(code if not field.kw_only else f"{field.name}={code}")
     owner = type(self)
+    for field in attrs.fields(owner):
+        value = getattr(self, field.name)
+        if field.default is NOTHING or value != field.default:
+            keyword = f"{field.name}=" if field.kw_only else ""
+            options.append(keyword + _code(value))
     prefix = "af." if owner.__module__.startswith("accelfn.") else ""
     return f"{prefix}{owner.__name__}({', '.join(options)})"
 
@@ -741,23 +717,26 @@ class chain:
         for entry in flat:
             check_told(entry)
         owners = {f: tuple(t for t in flat if has_field(t, f)) for f in FIELDS}
-        facts = {id(owner): facts_of(owner) for owner in flat}
         # two exceptions to the order: parameters for evaluation are merged over ranks last, and
         # recomputation wraps the module after all other transforms have changed the module
         for field, fact in (("eval_params", "apart"), ("module", "recomputes")):
-            owners[field] = _with_last(owners[field], fact, facts)
-        _check_chain(flat, owners, facts)
+            owners[field] = _with_last(owners[field], fact)
+        _check_chain(flat, owners)
+        facts: dict[str, tuple[Any, ...]] = {}
+        for owner in flat:
+            for fact, value in facts_of(owner).items():
+                facts[fact] = (*facts.get(fact, ()), value)
         drawing = frozenset(
             field
             for field, having in owners.items()
-            if not all(facts[id(owner)].get("draws_nothing") for owner in having)
+            if not all("draws_nothing" in facts_of(owner) for owner in having)
         )
         self.__attrs_init__(  # type: ignore[attr-defined]
             transforms=flat,
             owners=owners,
-            facts=_by_fact(facts[id(owner)] for owner in flat),
+            facts=facts,
             drawing=drawing,
-            reduces=any("stays" not in facts[id(owner)] for owner in owners["reduce"]),
+            reduces=any("stays" not in facts_of(owner) for owner in owners["reduce"]),
         )
 
     @property
@@ -779,10 +758,8 @@ class chain:
 
     def gives_up(self) -> dict[str, str]:
         """Return the laws that the transforms violate on purpose, with the reasons."""
-        reasons: dict[str, str] = {}
-        for owner in self.transforms:
-            reasons.update(told_by(owner, "gives_up"))
-        return reasons
+        every = (told_by(owner, "gives_up") for owner in self.transforms)
+        return {law: reason for reasons in every for law, reason in reasons.items()}
 
     def explain(self) -> None:
         """Print the nested calls of the transforms' methods in one step."""
@@ -814,27 +791,12 @@ def _flatten(transforms: tuple[object, ...]) -> Iterator[Transform]:
             raise CompositionError(msg)
 
 
-def _by_fact(all_facts: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
-    """Return, for each fact, its values in all transforms that have the fact."""
-    values: dict[str, tuple[Any, ...]] = {}
-    for entry in all_facts:
-        for fact, value in entry.items():
-            values[fact] = (*values.get(fact, ()), value)
-    return values
-
-
-def _with_last(
-    owners: tuple[Any, ...], fact: str, facts: Mapping[int, Mapping[str, Any]]
-) -> tuple[Any, ...]:
+def _with_last(owners: tuple[Any, ...], fact: str) -> tuple[Any, ...]:
     """Return transforms in order, but with the transforms that have a fact at the end."""
-    return tuple(sorted(owners, key=lambda owner: fact in facts[id(owner)]))
+    return tuple(sorted(owners, key=lambda owner: fact in facts_of(owner)))
 
 
-def _check_chain(
-    transforms: tuple[Transform, ...],
-    owners: Mapping[str, tuple[Any, ...]],
-    facts: Mapping[int, Mapping[str, Any]],
-) -> None:
+def _check_chain(transforms: tuple[Transform, ...], owners: Owners) -> None:
     by_name: dict[str, Transform] = {}
     for owner in transforms:
         if owner.name in by_name:
@@ -844,7 +806,7 @@ def _check_chain(
             )
             raise CompositionError(msg)
         by_name[owner.name] = owner
-    compressing = tuple(t for t in transforms if "compression" in facts[id(t)])
+    compressing = tuple(t for t in transforms if "compression" in facts_of(t))
     for several, noun in (
         (owners["engine"], "engines"),
         (owners["reduce"], "ways to reduce gradients"),
@@ -854,9 +816,4 @@ def _check_chain(
             first, second, *_ = several
             msg = f"af.chain: two {noun}: {first!r} and {second!r}. Keep one of them."
             raise CompositionError(msg)
-    says: dict[int, dict[str, Any]] = {id(owner): {} for owner in transforms}
-    for field, having in owners.items():
-        for owner in having:
-            if getattr(owner, field) is not None:  # `reduce = None` means not to reduce
-                says[id(owner)][field] = field
-    check_together(transforms, {i: {**say, **facts[i]} for i, say in says.items()})
+    check_together(transforms)

@@ -11,12 +11,7 @@ from torch import nn
 from accelfn.base.arguments import option, truth
 from accelfn.base.torch_version import check_new
 from accelfn.definition.transform import transform
-from accelfn.engine.compiled import (
-    Compiler,
-    OneGraphRunner,
-    TwoGraphs,
-    compile_regions,
-)
+from accelfn.engine.compiled import Compiler, OneGraphRunner, TwoGraphs, compile_regions
 from accelfn.engine.engine import MakeRunner
 from accelfn.engine.modules import Regions, are_regions, select_modules
 from accelfn.engine.runner import Delegating, Runner

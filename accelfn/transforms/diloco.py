@@ -31,11 +31,7 @@ from accelfn.collectives.few_bits import (
 from accelfn.collectives.packed import average_
 from accelfn.collectives.trees import start_all_reduce
 from accelfn.definition.transform import transform
-from accelfn.engine.optimizer import (
-    LiveOptimizer,
-    check_elements,
-    counts_by_group,
-)
+from accelfn.engine.optimizer import LiveOptimizer, check_elements, counts_by_group
 from accelfn.errors import ArgumentError, CompositionError, OptimizerError, StateError
 from accelfn.model.optimizer import owned_names, prototype_of
 from accelfn.state.state import OptState, TrainState
