@@ -32,6 +32,7 @@ from accelfn.collectives.packed import average_
 from accelfn.collectives.trees import start_all_reduce
 from accelfn.definition.transform import transform
 from accelfn.engine.optimizer import LiveOptimizer, check_elements, counts_by_group
+from accelfn.engine.runner import ShardedParams
 from accelfn.errors import ArgumentError, CompositionError, OptimizerError, StateError
 from accelfn.model.optimizer import owned_names, prototype_of
 from accelfn.state.state import OptState, TrainState
@@ -60,109 +61,6 @@ def param_deltas(
 ) -> Tensors:
     """Return anchor minus parameters for this rank's shards, in float32 or wider."""
     return {name: wide(local(anchor[name])) - local(params[name]) for name in names}
-
-
-@attrs.frozen(kw_only=True)
-class Exchange:
-    """Exchanges fragments between ranks.
-
-    Attributes:
-        ranks: the ranks that exchange.
-        bits: bits per number; 32 means no quantization.
-        label: the name of the collective in error messages.
-    """
-
-    ranks: World
-    bits: int
-    label: str
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether values are sent without quantization. A single rank sends nothing."""
-        return self.bits == 32 or self.ranks.size == 1
-
-    def send(
-        self,
-        deltas: Tensors,
-        error: Mapping[str, Any],
-        weight: Number,
-        step: int,
-        *,
-        like: Mapping[str, Any],
-    ) -> tuple[Flight, Mapping[str, Any]]:
-        """Start to send a fragment; return the `Flight` and this rank's new rounding errors.
-
-        Args:
-            deltas: how far each parameter of the fragment has moved.
-            error: this rank's rounding errors, sharded like the parameters.
-            weight: the weight of this rank's samples.
-            step: the number of the update after which the fragment is sent.
-            like: tensors that are sharded like the parameters, by name.
-        """
-        flight: Flight = {"sent": step, "names": list(deltas)}
-        totals = {n: d + local(error[n]) if error else d for n, d in deltas.items()}
-        if self.is_whole:
-            sums = {name: value * weight for name, value in totals.items()}
-            weight_sum = torch.zeros(1, dtype=torch.float64, device=self.ranks.device)
-            weight_sum += weight
-            values = {"sums": sums, "weight": weight_sum}
-            pending = start_all_reduce(values, self.ranks, label=self.label)
-            pending = pending.then(partial(_shard_sums, like=like))
-            return {**flight, "values": pending}, without(error, deltas)
-        pending, residual = start_parts(
-            _flat(totals), weight, self.ranks, self.bits, label=self.label
-        )
-        parts = dict(zip(totals, _split_flat(residual, totals), strict=True))
-        new = {
-            name: _like(error[name], _if_seen(weight, parts[name], local(error[name])))
-            for name in totals
-        }
-        return {**flight, "half": 1, "values": pending}, {**error, **new}
-
-    def start_second_half(
-        self, flight: Flight, error: Mapping[str, Any]
-    ) -> tuple[Flight, Mapping[str, Any]]:
-        """Start the second half of a quantized exchange; return `Flight` and rounding errors."""
-        if flight.get("half") != 1:
-            return flight, error
-        names: Sequence[str] = flight["names"]
-        parts = {name: local(error[name]) for name in names}
-        flat = _flat(parts)
-        pending, residual, total = start_mean(
-            flight["values"].wait(), self.ranks, self.bits, flat.dtype, label=self.label
-        )
-        # only this rank stores the rounding error of its part of the mean; times the number of
-        # ranks, because the next mean divides by it
-        size = residual.numel()
-        begin = self.ranks.rank * size
-        rest = residual[: max(0, min(size, flat.numel() - begin))] * self.ranks.size
-        flat[begin : begin + rest.numel()] += torch.where(total > 0, rest, 0)
-        new = {
-            name: _like(error[name], part.clone())
-            for name, part in zip(names, _split_flat(flat, parts), strict=True)
-        }
-        flight = {**flight, "half": 2, "values": pending, "weight": total}
-        return flight, {**error, **new}
-
-    def receive_mean(self, flight: Flight, like: Mapping[str, Any]) -> Tensors | None:
-        """Return the ranks' mean for this rank's shards, by name; None if no rank saw a sample.
-
-        Args:
-            flight: the exchange; a quantized exchange must be in its second half.
-            like: tensors with this rank's shards, by name.
-        """
-        names: Sequence[str] = flight["names"]
-        result = flight["values"].wait()
-        if "half" not in flight:
-            sums, total = result["sums"], result["weight"][0]
-            if not is_positive(total):
-                return None
-            return {n: local(sums[n]) / total.to(sums[n].dtype) for n in names}
-        if not is_positive(flight["weight"]):
-            return None
-        parts = {name: local(like[name]) for name in names}
-        flat = mean_of(result, self.bits, _dtype_of(parts))
-        return dict(zip(names, _split_flat(flat, parts), strict=True))
 
 
 def merge_flights(
@@ -286,8 +184,6 @@ def bucket_names(
 # returned, not kept in the optimizer.
 
 
-OuterTensors = Mapping[str, torch.Tensor]
-
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 """The outer optimizer of the DiLoCo paper."""
 
@@ -303,59 +199,26 @@ def as_value(factory: Any) -> Any:
     return call.func, call.args, tuple(sorted(call.keywords.items()))
 
 
-@attrs.frozen(eq=False)
-class Outer:
-    """An outer optimizer and the anchor that it steps.
+def step_outer(
+    factory: Any, anchor: Mapping[str, Any], state: OptState, gradients: Tensors
+) -> OptState:
+    """Step the anchor's parameters that have a gradient; return the optimizer's next state.
 
-    Attributes:
+    Args:
         factory: makes the optimizer from a list of (name, parameter).
         anchor: the tensors to step in place, by name; shards if the model is split.
+        state: the optimizer's state by name; its tensors are overwritten.
+        gradients: the gradients of this rank's shards, of any floating-point dtype.
     """
-
-    factory: Any
-    anchor: OuterTensors
-
-    def step(self, state: OptState, gradients: OuterTensors) -> OptState:
-        """Step the parameters that have a gradient; return the optimizer's next state.
-
-        Args:
-            state: the optimizer's state by name; its tensors are overwritten.
-            gradients: the gradients of this rank's shards, of any floating-point dtype.
-        """
-        params = {name: nn.Parameter(local(part)) for name, part in self.anchor.items()}
-        for name, gradient in gradients.items():
-            params[name].grad = gradient.to(params[name].dtype)
-        named = list(params.items())
-        optimizer = self.factory(named)
-        live = LiveOptimizer(optimizer, {p: n for n, p in named}, self)
-        live.load(state)
-        return {name: dict(entry) for name, entry in live.update({}).items()}
-
-    def to_state(self, opt_state: OptState) -> OptState:
-        """Return the optimizer's state with shards as DTensors like the anchor."""
-        return _map_tensors(opt_state, self._shard_like)
-
-    def from_state(self, opt_state: OptState) -> OptState:
-        """Return the optimizer's state with local shards."""
-        return _map_tensors(opt_state, lambda _, part: local(part))
-
-    def _shard_like(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        anchor = self.anchor.get(name)
-        if anchor is None or not is_shard(anchor) or part.shape != local(anchor).shape:
-            return part
-        return with_local(anchor, part)
-
-
-def _map_tensors(
-    state: OptState, fn: Callable[[str, torch.Tensor], torch.Tensor]
-) -> OptState:
-    return {
-        name: {
-            key: fn(name, value) if isinstance(value, torch.Tensor) else value
-            for key, value in entry.items()
-        }
-        for name, entry in state.items()
-    }
+    params = {name: nn.Parameter(local(part)) for name, part in anchor.items()}
+    for name, gradient in gradients.items():
+        params[name].grad = gradient.to(params[name].dtype)
+    split = [name for name, part in anchor.items() if is_shard(part)]
+    names = {param: name for name, param in params.items()}
+    view = ShardedParams(split, params, anchor)
+    live = LiveOptimizer(factory(list(params.items())), names, view)
+    live.load(state)
+    return {name: dict(entry) for name, entry in live.update({}).items()}
 
 
 Slot: TypeAlias = dict[str, Any]
@@ -647,7 +510,7 @@ class diloco:
 
         `at_once` sends without quantization or delay, and includes the kept errors.
         """
-        is_whole = self._exchange(state).is_whole
+        is_whole = self._is_whole(state)
         if self.delay and not at_once:
             slot = self._send_fragment(state, slot, i, names)
         else:
@@ -667,9 +530,7 @@ class diloco:
         self, state: TrainState, slot: Slot, i: int, names: Sequence[str]
     ) -> Slot:
         """Average how far parameters have moved, without quantization, and step the anchor."""
-        deltas = param_deltas(state.params, slot["anchor"], names)
-        for name in names if slot["error"] else ():
-            deltas[name] += local(slot["error"][name])
+        deltas = self._deltas(state, slot, names)
         slot = {**slot, "error": without(slot["error"], names)}
         average_(
             [*deltas.values()],
@@ -684,25 +545,78 @@ class diloco:
         self, state: TrainState, slot: Slot, i: int, names: Sequence[str]
     ) -> Slot:
         """Start to send how far a fragment's parameters have moved."""
-        weight, error, anchor = slot["weights"][i], slot["error"], slot["anchor"]
-        deltas = param_deltas(state.params, anchor, names)
-        flight, error = self._exchange(state).send(
-            deltas, error, weight, state.step, like=anchor
+        weight, error, ranks = (
+            slot["weights"][i],
+            slot["error"],
+            state.definition.copies,
         )
+        totals = self._deltas(state, slot, names)
+        flight: Flight = {"sent": state.step, "names": list(names)}
+        if self._is_whole(state):
+            sums = {name: value * weight for name, value in totals.items()}
+            weight_sum = torch.zeros(1, dtype=torch.float64, device=ranks.device)
+            weight_sum += weight
+            values = {"sums": sums, "weight": weight_sum}
+            pending = start_all_reduce(values, ranks, label=_LABEL)
+            flight["values"] = pending.then(partial(_shard_sums, like=slot["anchor"]))
+            error = without(error, names)
+        else:
+            pending, residual = start_parts(
+                _flat(totals), weight, ranks, self.bits, label=_LABEL
+            )
+            flight |= {"half": 1, "values": pending}
+            new = dict(zip(totals, _split_flat(residual, totals), strict=True))
+            error = {**error}
+            for name, part in new.items():
+                kept = _if_seen(weight, part, local(error[name]))
+                error[name] = _like(error[name], kept)
         return {**slot, "error": error, "flights": {**slot["flights"], f"{i}": flight}}
 
     def _continue_flight(self, state: TrainState, slot: Slot, key: str) -> Slot:
         """Start the second half of an exchange, if the exchange is quantized."""
-        flight, error = slot["flights"][key], slot["error"]
-        flight, error = self._exchange(state).start_second_half(flight, error)
-        return {**slot, "error": error, "flights": {**slot["flights"], key: flight}}
+        flight, error, ranks = (
+            slot["flights"][key],
+            slot["error"],
+            state.definition.copies,
+        )
+        if flight.get("half") != 1:
+            return slot
+        parts = {name: local(error[name]) for name in flight["names"]}
+        flat = _flat(parts)
+        pending, residual, total = start_mean(
+            flight["values"].wait(), ranks, self.bits, flat.dtype, label=_LABEL
+        )
+        # only this rank stores the rounding error of its part of the mean; times the number of
+        # ranks, because the next mean divides by it
+        size = residual.numel()
+        begin = ranks.rank * size
+        rest = residual[: max(0, min(size, flat.numel() - begin))] * ranks.size
+        flat[begin : begin + rest.numel()] += torch.where(total > 0, rest, 0)
+        new = {
+            name: _like(error[name], part.clone())
+            for name, part in zip(parts, _split_flat(flat, parts), strict=True)
+        }
+        flight = {**flight, "half": 2, "values": pending, "weight": total}
+        flights = {**slot["flights"], key: flight}
+        return {**slot, "error": {**error, **new}, "flights": flights}
 
     def _apply_flight(self, state: TrainState, slot: Slot, key: str) -> Slot:
-        """Step the anchor by the mean of a completed exchange."""
+        """Step the anchor by the mean of a completed exchange, if any rank saw a sample."""
         flights = dict(slot["flights"])
-        means = self._exchange(state).receive_mean(flights.pop(key), slot["anchor"])
-        slot = {**slot, "flights": flights}
-        return slot if means is None else self._step_anchor(state, slot, means)
+        flight = flights.pop(key)
+        slot, result = {**slot, "flights": flights}, flight["values"].wait()
+        is_whole = "half" not in flight
+        total = result["weight"][0] if is_whole else flight["weight"]
+        if not is_positive(total):
+            return slot
+        if is_whole:
+            sums = {name: local(part) for name, part in result["sums"].items()}
+            means = {name: part / total.to(part.dtype) for name, part in sums.items()}
+        else:
+            parts = {name: local(slot["anchor"][name]) for name in flight["names"]}
+            flat = mean_of(result, self.bits, _dtype_of(parts))
+            means = dict(zip(parts, _split_flat(flat, parts), strict=True))
+        return self._step_anchor(state, slot, means)
 
     def _step_anchor(self, state: TrainState, slot: Slot, means: Tensors) -> Slot:
         """Step the anchor by the ranks' means, and move this rank's parameters there.
@@ -712,7 +626,7 @@ class diloco:
         """
         anchor, trainable = slot["anchor"], state.trainable
         gradients = {name: mean for name, mean in means.items() if name in trainable}
-        after = Outer(self.outer or NESTEROV, anchor).step(slot["outer"], gradients)
+        after = step_outer(self.outer or NESTEROV, anchor, slot["outer"], gradients)
         for name in means.keys() - gradients.keys():
             local(anchor[name]).sub_(means[name])
         for name in means:
@@ -723,5 +637,13 @@ class diloco:
                 param.copy_(target)
         return {**slot, "outer": after}
 
-    def _exchange(self, state: TrainState) -> Exchange:
-        return Exchange(ranks=state.definition.copies, bits=self.bits, label=_LABEL)
+    def _deltas(self, state: TrainState, slot: Slot, names: Iterable[str]) -> Tensors:
+        """Return how far this rank's parameters have moved, plus its kept errors."""
+        deltas = param_deltas(state.params, slot["anchor"], names)
+        for name in deltas if slot["error"] else ():
+            deltas[name] += local(slot["error"][name])
+        return deltas
+
+    def _is_whole(self, state: TrainState) -> bool:
+        """Return whether values are sent without quantization. One rank sends nothing."""
+        return self.bits == 32 or state.definition.copies.size == 1
