@@ -77,7 +77,7 @@ def merge_flights(
     codes, total = torch.cat([code for code, _, _ in sums]), sums[0][2]
     residual = torch.where(total > 0, torch.cat([part for _, part, _ in sums]), 0)
     flight = {**first, "half": 2, "values": Pending.of(codes), "weight": total}
-    return flight, dict(zip(parts, _split_flat(residual, parts), strict=True))
+    return flight, _split_flat(residual, parts)
 
 
 def without(error: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
@@ -96,11 +96,8 @@ def _if_seen(weight: Number, new: torch.Tensor, old: torch.Tensor) -> torch.Tens
 
 def _dtype_of(parts: Mapping[str, torch.Tensor]) -> torch.dtype:
     """Return the dtype for summing quantized values."""
-    wide = any(part.dtype in _DOUBLE for part in parts.values())
-    return torch.float64 if wide else torch.float32
-
-
-_DOUBLE = (torch.float64, torch.complex128)
+    dtypes = {part.dtype.to_real() for part in parts.values()}
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def _reals(part: torch.Tensor) -> torch.Tensor:
@@ -113,17 +110,17 @@ def _flat(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([_reals(part).reshape(-1).to(dtype) for part in parts.values()])
 
 
-def _split_flat(
-    flat: torch.Tensor, like: Mapping[str, torch.Tensor]
-) -> Iterator[torch.Tensor]:
-    """Split a vector into tensors with the shapes of `like`."""
-    begin = 0
-    for part in like.values():
+def _split_flat(flat: torch.Tensor, like: Mapping[str, torch.Tensor]) -> Tensors:
+    """Split a vector into tensors with the names and shapes of `like`."""
+    pieces, begin = Tensors(), 0
+    for name, part in like.items():
         shape = _reals(part).shape
         piece = flat[begin : begin + shape.numel()].view(shape)
         # torch needs complex numbers to start at an even index, so copy them
-        yield torch.view_as_complex(piece.clone()) if part.is_complex() else piece
+        is_complex = part.is_complex()
+        pieces[name] = torch.view_as_complex(piece.clone()) if is_complex else piece
         begin += shape.numel()
+    return pieces
 
 
 def _shard_sums(values: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
@@ -565,9 +562,8 @@ class diloco:
                 _flat(totals), weight, ranks, self.bits, label=_LABEL
             )
             flight |= {"half": 1, "values": pending}
-            new = dict(zip(totals, _split_flat(residual, totals), strict=True))
             error = {**error}
-            for name, part in new.items():
+            for name, part in _split_flat(residual, totals).items():
                 kept = _if_seen(weight, part, local(error[name]))
                 error[name] = _like(error[name], kept)
         return {**slot, "error": error, "flights": {**slot["flights"], f"{i}": flight}}
@@ -594,7 +590,7 @@ class diloco:
         flat[begin : begin + rest.numel()] += torch.where(total > 0, rest, 0)
         new = {
             name: _like(error[name], part.clone())
-            for name, part in zip(parts, _split_flat(flat, parts), strict=True)
+            for name, part in _split_flat(flat, parts).items()
         }
         flight = {**flight, "half": 2, "values": pending, "weight": total}
         flights = {**slot["flights"], key: flight}
@@ -615,7 +611,7 @@ class diloco:
         else:
             parts = {name: local(slot["anchor"][name]) for name in flight["names"]}
             flat = mean_of(result, self.bits, _dtype_of(parts))
-            means = dict(zip(parts, _split_flat(flat, parts), strict=True))
+            means = _split_flat(flat, parts)
         return self._step_anchor(state, slot, means)
 
     def _step_anchor(self, state: TrainState, slot: Slot, means: Tensors) -> Slot:
