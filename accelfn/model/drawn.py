@@ -10,15 +10,7 @@ the values do not depend on other modules.
 import math
 import sys
 from collections import defaultdict
-from collections.abc import (
-    Callable,
-    Collection,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeAlias, cast
@@ -29,7 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accelfn.base import draws
+from accelfn.base import draws, tree
 from accelfn.base.arguments import call_mismatch
 from accelfn.errors import ModelError
 from accelfn.model.model import (
@@ -63,9 +55,8 @@ _EMPTY = {
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }
-_PAD = (
-    _aten.constant_pad_nd.default
-)  # Transformers pads the biases of tied layers, mostly by 0 rows
+# Transformers pads the biases of tied layers, mostly by 0 rows
+_PAD = _aten.constant_pad_nd.default
 _COPIES = {_aten.clone.default, _aten._to_copy.default}
 _IS_META = cast("Any", torch.Tensor.is_meta).__get__
 _VALUES = "<values>"
@@ -126,7 +117,7 @@ class OperationRecord(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         act = (str(func), *_numbers(args), *_numbers(kwargs.values()))
-        inputs = list(_tensors([args, kwargs]))
+        inputs = _tensors([args, kwargs])
         for tensor in _written_tensors(func, args, kwargs):
             if tensor.is_meta:
                 self.leaves(tensor, act)
@@ -219,15 +210,8 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            if value.layout is torch.strided:
-                yield value
-        elif isinstance(value, Mapping):
-            yield from _tensors(value.values())
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+def _tensors(values: object) -> list[torch.Tensor]:
+    return [t for t in tree.tensor_leaves(values) if t.layout is torch.strided]
 
 
 def _written_tensors(
@@ -236,7 +220,7 @@ def _written_tensors(
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             at_place = args[place] if place < len(args) else None
-            yield from _tensors([kwargs.get(argument.name, at_place)])
+            yield from _tensors(kwargs.get(argument.name, at_place))
 
 
 def _numbers(values: Iterable[Any]) -> Iterator[Any]:
@@ -255,7 +239,6 @@ def _numbers(values: Iterable[Any]) -> Iterator[Any]:
 # that are directly in a module.
 
 Keep: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
-_Ways: TypeAlias = list[tuple[str, Callable[[], object]]]
 _CPU = torch.device("cpu")
 _WHOLE = 'or pass init="whole", which runs the full factory on each rank'
 
@@ -341,12 +324,8 @@ def draw_params(
         ModelError: no module sets a parameter in the same way as the factory.
     """
     params: dict[str, torch.Tensor] = {}
-    names_of: dict[int, list[str]] = defaultdict(list)
-    for key, places in model.places.items():
-        names_of[id(places[0][0])].append(key)
-    drawing = _Drawing(model, keep, params, {})
+    drawing = _Drawing(model, keep, params, dict.fromkeys(model.places, ""))
     for where, module in reversed(list(model.module.named_modules())):
-        drawing.pending.update(dict.fromkeys(names_of.get(id(module), ()), ""))
         for call, init in _initializers(model.module, where, module):
             due = drawing.due(where)
             if not due:
@@ -376,7 +355,7 @@ class _Drawing:
         return [name for name in self.pending if name.startswith(begin)]
 
     def by(
-        self, init: Callable[[], object], call: str, due: Collection[str], key: int
+        self, init: Callable[[], object], call: str, due: Sequence[str], key: int
     ) -> None:
         """Initialize the parameters that a function sets in the same way as the factory.
 
@@ -386,13 +365,18 @@ class _Drawing:
             due: the names of the parameters that are not initialized yet.
             key: the key of the random numbers.
         """
-        metas = {name: _at(self.bare.places[name][0]) for name in due}
+        metas = {name: self.bare.module.get_parameter(name) for name in due}
         with draws.seeded(key, _CPU), torch.no_grad(), record_operations() as acts:
             init()
         setting = {name: acts.on(meta) for name, meta in metas.items()}
+        unset = f"{call} does not set, or sets to NaN"
         for name in due:
-            if setting[name] or not self.pending[name]:
-                self.pending[name] = _why(call, setting[name])
+            if setting[name]:
+                why = (
+                    f"the factory sets otherwise than {call}, for example by loading it"
+                )
+                self.pending[name] = why
+            self.pending[name] = self.pending[name] or unset
         matches = {
             name: metas[name]
             for name in due
@@ -402,49 +386,40 @@ class _Drawing:
         if not matches:
             return
         blanks = {name: _unset(meta) for name, meta in matches.items()}
-        with (
-            self._place_params(blanks, matches),
-            draws.seeded(key, _CPU),
-            torch.no_grad(),
-        ):
-            init()
+        self.bare.put(blanks)
+        try:
+            with draws.seeded(key, _CPU), torch.no_grad():
+                init()
+        finally:
+            self.bare.put(matches)
         for name in matches:
             values = blanks.pop(name).detach()
             if _is_unset(values):
-                self.pending[name] = f"{call} does not set, or sets to NaN"
+                self.pending[name] = unset
             elif is_as_made(values, self.bare.acts[name]):
                 del self.pending[name]
                 self.kept[name] = self.keep(name, values)
 
-    @contextmanager
-    def _place_params(
-        self, params: Mapping[str, torch.Tensor], metas: Mapping[str, torch.Tensor]
-    ) -> Generator[None]:
-        self.bare.put(params)
-        try:
-            yield
-        finally:
-            self.bare.put(metas)
 
-
-def _initializers(root: nn.Module, where: str, module: nn.Module) -> _Ways:
-    """Return the functions that initialize a module, with their names for errors.
+def _initializers(
+    root: nn.Module, where: str, module: nn.Module
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield the functions that initialize a module, with their names for errors.
 
     `_init_weights` of Transformers comes before torch's `reset_parameters`.
     """
-    kind, inits = type(module).__name__, cast("_Ways", [])
+    kind = type(module).__name__
     for parent in _enclosing_modules(root, where):
         convention: Any = getattr(parent, "_init_weights", None)
         if callable(convention) and call_mismatch(convention, module) is None:
             call = f"{type(parent).__name__}._init_weights({kind})"
-            inits.append((call, partial(convention, module)))
+            yield call, partial(convention, module)
             break
     # torch's MultiheadAttention has the second name
     for name in ("reset_parameters", "_reset_parameters"):
         method: Any = getattr(module, name, None)
         if callable(method) and call_mismatch(method) is None:
-            inits.append((f"{kind}.{name}()", method))
-    return inits
+            yield f"{kind}.{name}()", method
 
 
 def _enclosing_modules(root: nn.Module, where: str) -> Iterator[nn.Module]:
@@ -462,11 +437,6 @@ def _places(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
             if param is not None:
                 places[names[id(param)]].append((submodule, key))
     return dict(places)
-
-
-def _at(place: tuple[nn.Module, str]) -> nn.Parameter:
-    module, key = place
-    return cast("nn.Parameter", module._parameters[key])
 
 
 def _unset(meta: torch.Tensor) -> nn.Parameter:
@@ -502,12 +472,6 @@ def _explain_meta(asks: str, advice: str) -> Generator[None]:
             raise
         msg = f'TrainState.create(init="shard"): {asks}: {error}. {advice}, {_WHOLE}.'
         raise ModelError(msg) from error
-
-
-def _why(call: str, setting: Collection[Act]) -> str:
-    if not setting:
-        return f"{call} does not set, or sets to NaN"
-    return f"the factory sets otherwise than {call}, for example by loading it"
 
 
 def _refuse(model: MetaModel, name: str, why: str, count: int) -> NoReturn:

@@ -83,45 +83,35 @@ def _note(instance: object) -> tuple[str, str]:
     return object.__getattribute__(instance, "__dict__")[_NOTE]
 
 
-def _model_error(instance: object, name: str) -> ModelError:
-    kind, state = _note(instance)
-    advice = find_hint("model", name) or find_hint("model", "otherwise")
-    return ModelError(
-        f"{kind}.{name}: you passed this {kind} to TrainState.create, and its tensors now belong"
-        f" to the state {state!r}. {advice}."
-    )
-
-
-def _optimizer_error(instance: object, name: str) -> OptimizerError:
-    kind, state = _note(instance)
-    advice = find_hint("optimizer", name) or find_hint("optimizer", "otherwise")
-    return OptimizerError(
-        f"{kind}.{name}: you passed this {kind} to TrainState.create, and the state {state!r}"
-        f" has a copy of it. {advice}."
-    )
-
-
-def _seal_class(base: type, error: Callable[[object, str], Error]) -> type[Any]:
+def _seal_class(base: type, error: type[Error], table: str, now: str) -> type[Any]:
     """Create the class of sealed objects, which raises an error at every use.
 
     Args:
         base: the class that the new class inherits from, for `isinstance`.
-        error: returns the error for a sealed object and the name that was used.
+        error: the class of the error.
+        table: the table of hints for the names that are used.
+        now: the object's relation to the state, for the error.
     """
+
+    def explain(self: object, name: str) -> Error:
+        kind, state = _note(self)
+        advice = find_hint(table, name) or find_hint(table, "otherwise")
+        call = f"{kind}.{name}: you passed this {kind} to TrainState.create"
+        return error(f"{call}, and {now.format(state)}. {advice}.")
 
     def read(self: object, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):  # a name that Python uses
             return object.__getattribute__(self, name)
-        raise error(self, name)
+        raise explain(self, name)
 
     def write(self: object, name: str, *value: Any) -> None:
         if name != "__class__":
-            raise error(self, name)
+            raise explain(self, name)
         object.__setattr__(self, name, *value)
 
     def refuse(name: str) -> Callable[..., NoReturn]:
         def method(self: object, *_: Any, **__: Any) -> NoReturn:
-            raise error(self, name)
+            raise explain(self, name)
 
         return method
 
@@ -138,8 +128,12 @@ def _seal_class(base: type, error: Callable[[object, str], Error]) -> type[Any]:
     return type(f"Given{base.__name__}", (base,), {**methods, "__repr__": show})
 
 
-_GivenModel = _seal_class(nn.Module, _model_error)
-_GivenOptimizer = _seal_class(Optimizer, _optimizer_error)
+_GivenModel = _seal_class(
+    nn.Module, ModelError, "model", "its tensors now belong to the state {!r}"
+)
+_GivenOptimizer = _seal_class(
+    Optimizer, OptimizerError, "optimizer", "the state {!r} has a copy of it"
+)
 
 
 # Reject models with different parameters that share memory.
@@ -194,13 +188,9 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
         return True
     size = one.element_size()
     mask = torch.zeros(max(end, ends) // size, dtype=torch.bool)
-    for tensor in (one, other):
-        marks = mask.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        if tensor is one:
-            marks.fill_(1)
-        elif marks.any():
-            return True
-    return False
+    places = [(t.shape, t.stride(), t.storage_offset()) for t in (one, other)]
+    mask.as_strided(*places[0]).fill_(1)
+    return bool(mask.as_strided(*places[1]).any())
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -284,8 +274,8 @@ def _wrappers() -> Iterator[tuple[type[nn.Module], str, str]]:
     inner = f"{_INSIDE}module"
     fix = "af.wrap_ddp() to the setup"
     yield nn.parallel.DistributedDataParallel, inner, fix
-    fix = "af.shard_data() and af.wrap_ddp() to the setup. Start a process for each device"
-    yield nn.DataParallel, inner, f"{fix}, with `accelfn launch`"
+    start = "Start a process for each device, with `accelfn launch`"
+    yield nn.DataParallel, inner, f"af.shard_data() and {fix}. {start}"
     fix = "af.compile() to the setup, because a module of torch.jit cannot use other tensors"
     yield torch.jit.ScriptModule, "that you passed to torch.jit", fix
     if _COMPILER in sys.modules:  # the import takes a second, so do not import it here
@@ -385,19 +375,14 @@ def _move_module(module: nn.Module, device: torch.device) -> nn.Module:
     `Module.to` alone would turn a buffer with two names into two buffers, and on some devices
     also a parameter with two names into two parameters.
     """
-    tables = [(m._parameters, m._buffers) for m in module.modules()]  # pyright: ignore[reportPrivateUsage]
-    before = [
-        (table, name, tensor)
-        for pair in tables
-        for table in pair
-        for name, tensor in table.items()
-        if tensor is not None
-    ]
+    tables: list[dict[str, Any]] = []
+    for part in module.modules():
+        tables += [part._parameters, part._buffers]  # pyright: ignore[reportPrivateUsage]
+    before = [(t, n, id(x)) for t in tables for n, x in t.items() if x is not None]
     module.to(device)
     first: dict[int, Any] = {}
-    for table, name, tensor in before:
-        new: Any = table[name]
-        cast("dict[str, Any]", table)[name] = first.setdefault(id(tensor), new)
+    for table, name, key in before:
+        table[name] = first.setdefault(key, table[name])
     return module
 
 
@@ -641,22 +626,18 @@ def _check(module: nn.Module) -> None:
         "A state trains copies without these hooks. Change gradients in the method `grads` of a"
         " transform. (Hooks of modules are kept.)"
     )
+    call = "Call the model once on an example before you pass it."
     for names, kind, advice in (
         (foreign, "parameters that already belong to another state", _NEW_MODEL),
         (with_hooks, "parameters with hooks", hooks),
-        (
-            lazy,
-            "lazy parameters without a shape",
-            "Call the model once on an example before you pass it.",
-        ),
+        (lazy, "lazy parameters without a shape", call),
     ):
         if names:
             msg = f"{type(module).__name__} has {kind}: {list_names(names)}. {advice}"
             raise ModelError(msg)
-    if not any(param.requires_grad for param in module.parameters()):
-        count = sum(1 for _ in module.parameters())
+    if not any(param.requires_grad for param in params.values()):
         msg = (
-            f"{type(module).__name__} has no trainable parameter ({count} parameters in all)."
+            f"{type(module).__name__} has no trainable parameter ({len(params)} parameters in all)."
             " Call requires_grad_(True) on the parameters to train."
         )
         raise ModelError(msg)
@@ -665,12 +646,10 @@ def _check(module: nn.Module) -> None:
 # Run factories without memory for parameters: each registered parameter moves to meta.
 
 
-Moved: TypeAlias = Callable[[nn.Parameter, nn.Parameter], object]
-"""A function of a parameter that was registered, and of its replacement on the meta device."""
-
-
 @contextmanager
-def parameters_on_meta(on_move: Moved | None = None) -> Generator[None]:
+def parameters_on_meta(
+    on_move: Callable[[nn.Parameter, nn.Parameter], object] | None = None,
+) -> Generator[None]:
     """In a `with` block, move each parameter to the meta device when a module registers it.
 
     Most modules register a parameter before they write its values. Then its memory is never
@@ -697,11 +676,9 @@ def parameters_on_meta(on_move: Moved | None = None) -> Generator[None]:
             )
             raise ModelError(msg)
         if param not in copies:  # a tied parameter remains one tensor
-            empty = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-            vars(empty).update(vars(param))
-            copies[param] = empty
+            copies[param] = parameter_like(param, param.to("meta"))
             if on_move is not None:
-                on_move(param, empty)
+                on_move(param, copies[param])
         return copies[param]
 
     hook = cast("Callable[..., None]", move_param)  # torch's type lacks the parameter

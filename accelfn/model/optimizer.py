@@ -11,14 +11,7 @@ import inspect
 import math
 import weakref
 import zlib
-from collections.abc import (
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import EllipsisType
@@ -32,7 +25,7 @@ from torch.optim import ASGD, Optimizer
 from accelfn.base.arguments import call_mismatch, list_names, signature
 from accelfn.base.tree import is_shard
 from accelfn.errors import ArgumentError, Error, ModelError, OptimizerError
-from accelfn.model.model import Skeleton
+from accelfn.model.model import Skeleton, parameter_like
 
 # Several torch optimizers as one, such as Muon for matrices and AdamW for the rest.
 
@@ -58,9 +51,8 @@ class Partitioned(Optimizer):
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         """Initialize with optimizers that do not share parameters."""
-        super().__init__(
-            [{"params": []}], {}
-        )  # for torch's hooks; the groups follow below
+        # for torch's hooks; the groups follow below
+        super().__init__([{"params": []}], {})
         self.parts = tuple(parts)
         self.param_groups = [group for part in parts for group in part.param_groups]
         self.state = cast("Any", PartStates(self.parts))
@@ -84,9 +76,8 @@ class Partitioned(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether each inner optimizer divides gradients in its kernel, as fused ones do."""
-        return all(
-            getattr(part, "_step_supports_amp_scaling", False) for part in self.parts
-        )
+        name = "_step_supports_amp_scaling"
+        return all(getattr(part, name, False) for part in self.parts)
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Raise an error, because torch would replace the groups only here, not in `parts`."""
@@ -293,9 +284,7 @@ def _check_part(i: int, part: Any, *, is_last: bool) -> None:
     if not is_ready:
         problem = f"is {part!r}; expected a (predicate, factory) pair"
     elif isinstance(factory, Optimizer):
-        problem = (
-            f"has a created optimizer, {type(factory).__name__}; expected {_FACTORY}"
-        )
+        problem = f"has an optimizer, {type(factory).__name__}; expected {_FACTORY}"
     elif not callable(factory):
         problem = f"has {factory!r}; expected {_FACTORY}"
     elif predicate is ... and not is_last:
@@ -392,9 +381,7 @@ def prototype_of(
         try:
             optimizer = source(trainable)
         except Exception as error:
-            if not isinstance(
-                error, Error
-            ):  # errors of accelfn already say what to write
+            if not isinstance(error, Error):  # these errors already say what to write
                 error.add_note(_CALLED)
             raise
     if not isinstance(optimizer, Optimizer):
@@ -409,7 +396,7 @@ def prototype_of(
         _refuse_closure(part)
         _check_rates(part)
     names = {id(param): name for name, param in module.named_parameters()}
-    _check_owned(optimizer, names, trainable, given_ready=optimizer is source)
+    _check_owned(optimizer, names, trainable)
     state = named_state(optimizer, names)
     metas = dict(skeleton.module.named_parameters())
     memo = {id(p): metas[n] for n, p in module.named_parameters()}
@@ -452,9 +439,8 @@ def trained_names(
         OptimizerError: the optimizer does not have one of these parameters.
         ModelError: the predicate is true for no parameter.
     """
-    error = (
-        call_mismatch(predicate, "", None) if callable(predicate) else "not callable"
-    )
+    is_function = callable(predicate)
+    error = call_mismatch(predicate, "", None) if is_function else "not callable"
     if error is not None:
         msg = (
             f"state.with_trainable({predicate!r}): expected a function of (name, parameter):"
@@ -530,9 +516,7 @@ def scratch_of(prototype: Optimizer) -> Any:
 def _meta_params(optimizer: Optimizer) -> dict[int, nn.Parameter]:
     """Return, by the `id` of each parameter of an optimizer, a parameter on the meta device."""
     return {
-        id(param): nn.Parameter(
-            torch.empty_like(param, device="meta"), param.requires_grad
-        )
+        id(param): parameter_like(param, torch.empty_like(param, device="meta"))
         for param in _all_params(optimizer)
     }
 
@@ -548,7 +532,7 @@ def entries_of(prototype: Optimizer, skeleton: Skeleton) -> dict[str, dict[str, 
     memo: dict[int, Any] = {}
     names: dict[int, str] = {}
     for name, meta in skeleton.module.named_parameters():
-        memo[id(meta)] = param = nn.Parameter(torch.empty_like(meta, device="meta"))
+        memo[id(meta)] = param = parameter_like(meta, torch.empty_like(meta))
         param.grad = torch.empty_like(param)
         names[id(param)] = name
     entries: dict[str, dict[str, Any]] = {}
@@ -603,15 +587,13 @@ def _share(part: Optimizer, names: Mapping[int, str]) -> str:
 
 def _check_factory(factory: Any, trainable: object) -> None:
     """Raise `OptimizerError` unless a factory can be called with a list of named parameters."""
-    if isinstance(factory, (list, tuple, dict)):
-        kind = type(cast("object", factory)).__name__
+    if not callable(factory):
+        is_several = isinstance(factory, (list, tuple, dict))
+        shown = type(factory).__name__ if is_several else repr(factory)
         msg = (
-            f"optimizer={kind}: expected a torch optimizer, or {_FACTORY}. For several"
+            f"optimizer={shown}: expected a torch optimizer, or {_FACTORY}. For several"
             " optimizers, write af.combine_optimizers((predicate, factory), ...)."
         )
-        raise OptimizerError(msg)
-    if not callable(factory):
-        msg = f"optimizer={factory!r}: expected a torch optimizer, or {_FACTORY}."
         raise OptimizerError(msg)
     error = call_mismatch(factory, trainable)
     if error is not None:
@@ -675,9 +657,8 @@ def _check_rates(optimizer: Optimizer) -> None:
     """Raise `OptimizerError` for a learning rate that is infinite or NaN; torch accepts it."""
     for i, group in enumerate(optimizer.param_groups):
         rate: Any = group.get("lr")
-        is_here = isinstance(rate, float) or (
-            isinstance(rate, torch.Tensor) and rate.is_cpu
-        )
+        on_device = isinstance(rate, torch.Tensor) and not rate.is_cpu
+        is_here = isinstance(rate, (float, torch.Tensor)) and not on_device
         if is_here and not math.isfinite(rate):
             msg = (
                 f"{type(optimizer).__name__}: lr={float(rate)} in parameter group {i}. Pass a"
@@ -713,24 +694,15 @@ def _refuse_closure(optimizer: Optimizer) -> None:
 
 
 def _check_owned(
-    optimizer: Optimizer,
-    names: Mapping[int, str],
-    trainable: Iterable[tuple[str, nn.Parameter]],
-    *,
-    given_ready: bool,
+    optimizer: Optimizer, names: Mapping[int, str], trainable: NamedParameters
 ) -> None:
     params = _all_params(optimizer)
     shapes = [tuple(param.shape) for param in params if id(param) not in names]
     if shapes:
         kind = type(optimizer).__name__
-        advice = (
-            "Pass the optimizer's model"
-            if given_ready
-            else "Use the factory's argument"
-        )
         msg = (
             f"TrainState.create(optimizer={kind}): the optimizer has parameters of another model,"
-            f" of the shapes {shapes[:5]}. {advice}, or write functools.partial({kind}, lr=...)."
+            f" of the shapes {shapes[:5]}. Write optimizer=functools.partial({kind}, lr=...)."
         )
         raise OptimizerError(msg)
     ids = set(map(id, params))
@@ -877,8 +849,7 @@ class PerParameter(Optimizer):
 
 
 # not an attribute: a copy of the optimizer would then update the original's parameters
-_inner_of: "weakref.WeakKeyDictionary[PerParameter, tuple[Any, _Model]]"
-_inner_of = weakref.WeakKeyDictionary()
+_inner_of = weakref.WeakKeyDictionary[PerParameter, tuple[Any, _Model]]()
 
 
 def _made_lomo(kind: type, options: dict[str, Any]) -> tuple[Any, _Model]:

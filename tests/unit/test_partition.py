@@ -258,7 +258,7 @@ def test_its_printing_names_functions():
         (((is_matrix, 3),), "pair 0 has 3.*factory"),
         (
             ((..., ADAMW(list(net().named_parameters()))),),
-            "pair 0 has a created optimizer, AdamW.*factory",
+            "pair 0 has an optimizer, AdamW.*factory",
         ),
     ],
 )
