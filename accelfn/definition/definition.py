@@ -78,9 +78,7 @@ class Cache:
         self.__init__()
 
 
-_BESIDE: dict[str, str] = dict(
-    zip(arithmetic.BATCH, reversed(arithmetic.BATCH), strict=True)
-)
+_BESIDE = {"dp_replicate": "dp_shard", "dp_shard": "dp_replicate"}
 """From the axis of the ranks within a copy of the model, to the axis along which copies are."""
 
 
@@ -174,8 +172,9 @@ class Definition:
         facts = self.setup.facts
         if "stays" not in facts:
             return None
-        split = "dp_shard" if self.layout is not None else None
-        return facts["within"][0] if "within" in facts else split
+        if "within" in facts:
+            return facts["within"][0]
+        return "dp_shard" if self.layout is not None else None
 
     @property
     def plan(self) -> Plan:

@@ -5,7 +5,7 @@ The layout shards a state's parameters, and each entry of the optimizer's state 
 with a parameter's name and shape. Sharded values are torch DTensors with the full shape.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self, TypeAlias, cast
 
@@ -36,7 +36,7 @@ Cuts: TypeAlias = Mapping[str, int]
 
 
 def cuts_of(
-    owners: Iterable[Any], metas: Mapping[str, torch.Tensor], axes: Mapping[str, int]
+    owners: Sequence[Any], metas: Mapping[str, torch.Tensor], axes: Mapping[str, int]
 ) -> dict[str, Cuts]:
     """Combine the layouts of transforms; return how each sharded parameter is sharded.
 
@@ -45,7 +45,6 @@ def cuts_of(
         metas: the parameters by name, on the meta device.
         axes: the number of ranks along each axis.
     """
-    owners = list(owners)
     cuts = {
         name: {
             axis: dim
@@ -71,9 +70,9 @@ def largest_part(
 # this file uses a private placement of torch, because a dim may be sharded along two axes
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen
 class Layout:
-    """How a model is sharded over the ranks.
+    """How a model is sharded over the ranks. Layouts with equal shards are equal.
 
     Attributes:
         mesh: the device mesh.
@@ -85,14 +84,14 @@ class Layout:
     mesh: DeviceMesh
     device: torch.device
     cuts: Mapping[str, Cuts]
-    shapes: Mapping[str, torch.Size]
+    shapes: Mapping[str, torch.Size] = attrs.field(eq=False)
 
     @classmethod
     def of(
-        cls, owners: Iterable[Any], metas: Mapping[str, torch.Tensor], world: World
+        cls, owners: Sequence[Any], metas: Mapping[str, torch.Tensor], world: World
     ) -> Self | None:
         """Create the combined layout of transforms; None if no parameter is sharded."""
-        owners, world = list(owners), fold_axes(world)
+        world = fold_axes(world)
         cuts = cuts_of(owners, metas, world.axes)
         if not cuts:
             return None
@@ -100,12 +99,6 @@ class Layout:
         on_host = any("offloads" in facts_of(owner) for owner in owners)
         device = torch.device("cpu") if on_host else world.device
         return cls(world.mesh, device, cuts, shapes)
-
-    def same(self, other: "Layout | None") -> bool:
-        """Return whether another layout has the same shards on the same device."""
-        if other is None or self.cuts != other.cuts:
-            return False
-        return self.mesh == other.mesh and self.device == other.device
 
     def spec(self, name: str, like: torch.Tensor) -> DTensorSpec:
         """Return the DTensorSpec of a parameter, or of a tensor with its shape."""
@@ -154,14 +147,10 @@ class Layout:
         """
         if name not in self.cuts:
             return tensor
-        spec = self.spec(name, tensor)
-        size, offset = self._place(spec)
         origin = (0,) * tensor.ndim
         if tree.is_shard(tensor):
-            origin = self._place(self.of_layers.spec(name, tensor))[1]
-        part = tree.local(tensor).detach()
-        for dim, (begin, length) in enumerate(zip(offset, size, strict=True)):
-            part = part.narrow(dim, min(begin - origin[dim], part.shape[dim]), length)
+            origin = _place(self.of_layers.spec(name, tensor))[1]
+        part = _narrow(tree.local(tensor).detach(), self.spec(name, tensor), origin)
         shard = tree.pad_part(part.to(self.device), self.room(name, tensor.shape))
         return self.held(name, shard, tensor)
 
@@ -169,12 +158,6 @@ class Layout:
         """Wrap this rank's shard in a DTensor with this layout, as a state stores it."""
         spec = self.spec(name, like)
         return DTensor(part, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
-
-    def _place(self, spec: DTensorSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shape and the offset of this rank's shard."""
-        return compute_local_shape_and_global_offset(
-            spec.shape, self.mesh, spec.placements
-        )
 
     def room(self, name: str, shape: torch.Size) -> int:
         """Return the number of elements of the largest shard."""
@@ -189,26 +172,19 @@ def reshard_tree(
     If tensors are sharded, this is a collective. Sharding full tensors needs no communication.
     """
     leaves: list[tuple[torch.Tensor, str | None]] = []
-
-    def note_draw(tensor: torch.Tensor, name: str | None) -> None:
-        leaves.append((tensor, name))
+    _map_named(values, shapes, lambda tensor, name: leaves.append((tensor, name)))
 
     def laid(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
         if layout is None or name is None or tensor.shape != shapes[name]:
             return tensor
         return layout.cut(name, tensor)
 
-    _map_named(values, shapes, note_draw)
     parts = {str(i): t for i, (t, _) in enumerate(leaves) if tree.is_shard(t)}
     results = {str(i): laid(*e) for i, e in enumerate(leaves) if str(i) not in parts}
     for some in by_calls(parts, world, label="lay out anew"):
         results |= {i: laid(full, leaves[int(i)][1]) for i, full in some.items()}
     order = map(str, range(len(leaves)))
-
-    def put(_tensor: torch.Tensor, _name: str | None) -> torch.Tensor:
-        return results[next(order)]
-
-    return _map_named(values, shapes, put)
+    return _map_named(values, shapes, lambda _tensor, _name: results[next(order)])
 
 
 def _map_named(
@@ -272,7 +248,7 @@ class WholeDraws(TorchDispatchMode):
             raise ArgumentError(msg)
         part = tree.local(like)
         full = torch.empty(like.shape, dtype=like.dtype, device=part.device)
-        numbers = _part(func(full, *rest, **kwargs), like)
+        numbers = _narrow(func(full, *rest, **kwargs), like._spec, (0,) * like.ndim)
         if fills:
             part.copy_(numbers)
             return like
@@ -282,16 +258,19 @@ class WholeDraws(TorchDispatchMode):
 def _is_split(tensor: Any) -> bool:
     """Return whether a value is a DTensor, but not a DTensor of partial sums."""
     placements = tensor.placements if tree.is_shard(tensor) else ()
-    return bool(placements) and not any(
-        placement.is_partial() for placement in placements
-    )
+    return bool(placements) and not any(p.is_partial() for p in placements)
 
 
-def _part(tensor: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return this rank's shard of a full tensor, with another tensor's placements."""
-    size, offset = compute_local_shape_and_global_offset(
-        like.shape, like.device_mesh, like.placements
-    )
-    for dim, (begin, length) in enumerate(zip(offset, size, strict=True)):
-        tensor = tensor.narrow(dim, min(begin, tensor.shape[dim]), length)
+def _place(spec: DTensorSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape and the offset of this rank's shard."""
+    return compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+
+
+def _narrow(
+    tensor: torch.Tensor, spec: DTensorSpec, origin: tuple[int, ...]
+) -> torch.Tensor:
+    """Return this rank's shard from a part of the full tensor that begins at `origin`."""
+    for dim, (length, begin) in enumerate(zip(*_place(spec), strict=True)):
+        start = min(begin - origin[dim], tensor.shape[dim])
+        tensor = tensor.narrow(dim, start, length)
     return tensor

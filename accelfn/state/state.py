@@ -195,7 +195,7 @@ def move_layout(values: Values, before: Definition, definition: Definition) -> V
     from accelfn.definition import layout  # noqa: PLC0415 - rarely needed
 
     layout_after, world = definition.layout, definition.world
-    if layout_after is not None and layout_after.same(before.layout):
+    if layout_after is not None and layout_after == before.layout:
         return values
     if before.layout is None:  # the full values must be equal on all ranks
         check_replicas(
