@@ -324,8 +324,13 @@ def option(default: Any, validator: Validator | None = None, **more: Any) -> Any
     return attrs.field(default=default, validator=validator, kw_only=True, **more)
 
 
-def option_of(field: str, choice: str, validator: Validator) -> Any:
-    """Return an attrs field for an option that needs this choice of another field."""
+def option_of(
+    field: str, choice: str, validator: Validator, usual: object = None
+) -> Any:
+    """Return an attrs field for an option that needs this choice of another field.
+
+    The default is None, and `value_of` then returns `usual`.
+    """
 
     def check(owner: Any, option: Any, value: object) -> None:
         if value is None:
@@ -337,7 +342,14 @@ def option_of(field: str, choice: str, validator: Validator) -> Any:
             raise ArgumentError(msg)
         validator(owner, option, value)
 
-    return attrs.field(default=None, validator=check, kw_only=True)
+    metadata = {"usual": usual}
+    return attrs.field(default=None, validator=check, kw_only=True, metadata=metadata)
+
+
+def value_of(owner: Any, name: str) -> Any:
+    """Return the value of an `option_of` of a record, and `usual` instead of None."""
+    usual = getattr(attrs.fields(type(owner)), name).metadata["usual"]
+    return usual if getattr(owner, name) is None else getattr(owner, name)
 
 
 def mebibytes() -> Validator:

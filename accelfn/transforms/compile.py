@@ -99,19 +99,18 @@ class compile:  # noqa: A001 - what torch calls it
     def __attrs_post_init__(self) -> None:
         """Raise if torch is too old, or if options contradict each other or the backend."""
         check_new(self)
-        if self.mode is not None and self.options is not None:
+        has_mode, has_options = self.mode is not None, self.options is not None
+        if has_mode and has_options:
             msg = f"{self!r}: pass either mode= or options=. torch accepts only one of them."
             raise ArgumentError(msg)
-        has_options = self.mode is not None or self.options is not None
-        if has_options and self.backend != "inductor":
+        if (has_mode or has_options) and self.backend != "inductor":
             msg = (
                 f'{self!r}: mode= and options= are options of the backend "inductor", and the'
                 f" backend {self.backend!r} would ignore them. Leave them out."
             )
             raise ArgumentError(msg)
-        modes = {} if self.mode is None else _modes()
-        if self.mode is not None and self.mode not in modes:
-            msg = f"{self!r}: unknown mode; expected one of {', '.join(modes)}."
+        if self.mode is not None and self.mode not in _modes():
+            msg = f"{self!r}: unknown mode; expected one of {', '.join(_modes())}."
             raise ArgumentError(msg)
 
     @property
@@ -142,7 +141,10 @@ class compile:  # noqa: A001 - what torch calls it
         one_graph = self.fullgraph and not (facts or self._is_eager)
 
         def compiling(module: nn.Module) -> Runner:
-            compiler = Compiler(self._torch_options(), state.world)
+            names = ("backend", "mode", "options", "dynamic", "fullgraph")
+            options = {name: getattr(self, name) for name in names}
+            options["options"] = self.options and dict(self.options)  # torch changes it
+            compiler = Compiler(options, state.world)
             if self.regions is not None:
                 modules = select_modules(module, self.regions, f"{self!r}")
                 compile_regions(modules, compiler)
@@ -153,16 +155,6 @@ class compile:  # noqa: A001 - what torch calls it
             return Delegating(runner, TwoGraphs(compiler, one_graph=one_graph).compiled)
 
         return compiling
-
-    def _torch_options(self) -> dict[str, Any]:
-        """Return the arguments of torch.compile."""
-        return {
-            "backend": self.backend,
-            "mode": self.mode,
-            "options": None if self.options is None else dict(self.options),
-            "dynamic": self.dynamic,
-            "fullgraph": self.fullgraph,
-        }
 
     @property
     def _is_eager(self) -> bool:

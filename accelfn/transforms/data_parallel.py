@@ -19,6 +19,7 @@ from accelfn.base.arguments import (
     option_of,
     satisfies,
     truth,
+    value_of,
 )
 from accelfn.base.torch_version import check_new
 from accelfn.collectives.replicas import check_values
@@ -182,11 +183,6 @@ Slot: TypeAlias = dict[str, Any]
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _POWERSGD = "powersgd"
-_DEFAULTS: Mapping[str, float] = {
-    "matrix_approximation_rank": 1,
-    "start_powerSGD_iter": 1000,
-    "min_compression_rate": 2.0,
-}
 
 
 _is_rate = satisfies(
@@ -248,11 +244,13 @@ class compress_grads:
     method: Literal["fp16", "bf16", "powersgd"] = attrs.field(
         validator=one_of(*_DTYPES, _POWERSGD)
     )
-    matrix_approximation_rank: int | None = option_of("method", _POWERSGD, integer(1))
-    start_powerSGD_iter: int | None = option_of(  # noqa: N815 - torch's name
-        "method", _POWERSGD, integer(0)
+    matrix_approximation_rank: int | None = option_of(
+        "method", _POWERSGD, integer(1), 1
     )
-    min_compression_rate: float | None = option_of("method", _POWERSGD, _is_rate)
+    start_powerSGD_iter: int | None = option_of(  # noqa: N815 - torch's name
+        "method", _POWERSGD, integer(0), 1000
+    )
+    min_compression_rate: float | None = option_of("method", _POWERSGD, _is_rate, 2.0)
 
     @property
     def tells(self) -> Mapping[str, Any]:
@@ -287,10 +285,6 @@ class compress_grads:
         """Leave out `init` and `merge` for sums in 16 bits, which have no slot."""
         return () if self.method == _POWERSGD else ("init", "merge")
 
-    def _option(self, name: str) -> Any:
-        value = getattr(self, name)
-        return _DEFAULTS[name] if value is None else value
-
     def init(self, state: TrainState) -> Slot:
         """Create the slot; no approximation error is kept yet."""
         del state
@@ -315,9 +309,9 @@ class compress_grads:
             name,
             state.name,
             ranks,
-            rank=self._option("matrix_approximation_rank"),
-            start=self._option("start_powerSGD_iter"),
-            rate=self._option("min_compression_rate"),
+            rank=value_of(self, "matrix_approximation_rank"),
+            start=value_of(self, "start_powerSGD_iter"),
+            rate=value_of(self, "min_compression_rate"),
         )
 
 

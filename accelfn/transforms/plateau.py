@@ -101,21 +101,15 @@ class reduce_lr_on_plateau:
 
     def _take_value(self, slot: Slot, value: float) -> Slot:
         """Return the slot after one value, counted as torch's ReduceLROnPlateau.step does."""
-        best, num_bad, cooling = slot["best"], slot["num_bad"] + 1, slot["cooling"]
-        num_reductions = slot["num_reductions"]
-        if self._is_better(value, best):
-            best, num_bad = value, 0
-        if cooling > 0:
-            cooling, num_bad = cooling - 1, 0
-        if num_bad > self.patience:
-            num_reductions, cooling, num_bad = num_reductions + 1, self.cooldown, 0
-        return {
-            "best": best,
-            "num_bad": num_bad,
-            "cooling": cooling,
-            "num_reductions": num_reductions,
-            "reported": (),
-        }
+        slot = {**slot, "num_bad": slot["num_bad"] + 1, "reported": ()}
+        if self._is_better(value, slot["best"]):
+            slot |= {"best": value, "num_bad": 0}
+        if slot["cooling"] > 0:
+            slot |= {"cooling": slot["cooling"] - 1, "num_bad": 0}
+        if slot["num_bad"] > self.patience:
+            slot |= {"cooling": self.cooldown, "num_bad": 0}
+            slot["num_reductions"] += 1
+        return slot
 
     def hyper(self, hyper: Hyper, slot: Slot, update: Update) -> tuple[Hyper, Slot]:
         """Count the values that were reported, and return the reduced learning rates if any."""
@@ -132,12 +126,9 @@ class reduce_lr_on_plateau:
         return rates, slot
 
     def _is_better(self, value: float, best: float) -> bool:
-        size = self.threshold
-        if self.mode == "min":
-            bar = best * (1.0 - size) if self.threshold_mode == "rel" else best - size
-            return value < bar
-        bar = best * (size + 1.0) if self.threshold_mode == "rel" else best + size
-        return value > bar
+        size = self.threshold if self.mode == "min" else -self.threshold
+        bar = best * (1.0 - size) if self.threshold_mode == "rel" else best - size
+        return value < bar if self.mode == "min" else value > bar
 
     def _reduce_rate(self, rate: Any, floor: float, times: int) -> float:
         """Return a learning rate after `times` reductions.

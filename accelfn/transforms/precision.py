@@ -16,6 +16,7 @@ from accelfn.base.arguments import (
     option,
     option_of,
     satisfies,
+    value_of,
 )
 from accelfn.base.draws import NOTHING
 from accelfn.base.tree import computes_on
@@ -32,12 +33,6 @@ ScaleSlot: TypeAlias = dict[str, torch.Tensor]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 _SMALLEST_SCALE = 2.0**-24
-_SCALING = {
-    "init_scale": 2.0**16,
-    "growth_factor": 2.0,
-    "backoff_factor": 0.5,
-    "growth_interval": 2000,
-}
 _SCALING_FIELDS = ("init", "grads", "after_update")
 
 
@@ -47,14 +42,14 @@ def _is_installed(_owner: object, _field: object, value: object) -> None:
 
 
 def _between(
-    low: float, high: float, is_kind: Callable[[object], bool] = is_number
+    low: float, high: float, usual: float, is_kind: Callable[[object], bool] = is_number
 ) -> Any:
     """Return an option of fp16: a number between two bounds."""
     is_valid = satisfies(
         lambda value: is_kind(value) and low < value < high,
         f"a number above {low:g} and below {high:g}",
     )
-    return option_of("precision", "fp16", is_valid)
+    return option_of("precision", "fp16", is_valid, usual)
 
 
 _is_choice = satisfies(callable, "a function (name, layer) -> bool")
@@ -126,10 +121,10 @@ class autocast:
     precision: Literal["bf16", "fp16", "fp8"] = attrs.field(
         validator=[_is_precision, _is_installed]
     )
-    init_scale: float | None = _between(0, 2.0**100)
-    growth_factor: float | None = _between(1, 2.0**20)
-    backoff_factor: float | None = _between(0, 1)
-    growth_interval: int | None = _between(0, 2**31, is_integer)
+    init_scale: float | None = _between(0, 2.0**100, 2.0**16)
+    growth_factor: float | None = _between(1, 2.0**20, 2.0)
+    backoff_factor: float | None = _between(0, 1, 0.5)
+    growth_interval: int | None = _between(0, 2**31, 2000, is_integer)
     layers: Predicate | None = option_of("precision", "fp8", _is_choice)
 
     @property
@@ -151,10 +146,6 @@ class autocast:
         """Leave out the methods that only other precisions need."""
         without = () if self.precision == "fp16" else _SCALING_FIELDS
         return without if self.precision == "fp8" else (*without, "module")
-
-    def _option(self, name: str) -> Any:
-        value = getattr(self, name)
-        return _SCALING[name] if value is None else value
 
     def loss(
         self, loss_fn: LossFunction, slot: ScaleSlot | None, update: Update
@@ -203,7 +194,7 @@ class autocast:
             return torch.tensor(value, dtype=dtype, device=state.world.device)
 
         return {
-            "scale": number(self._option("init_scale"), torch.float32),
+            "scale": number(value_of(self, "init_scale"), torch.float32),
             "good": number(0, torch.int32),
             "unit": _power_of_2(number(_rows(state), torch.float32)),
         }
@@ -226,9 +217,9 @@ class autocast:
             scale,
             good,
             overflow,
-            self._option("growth_factor"),
-            self._option("backoff_factor"),
-            self._option("growth_interval"),
+            value_of(self, "growth_factor"),
+            value_of(self, "backoff_factor"),
+            value_of(self, "growth_interval"),
         )
         weight = grads.weight
         if not isinstance(weight, torch.Tensor):
@@ -357,7 +348,8 @@ class skip_nonfinite:
 
     def init(self, state: TrainState) -> Slot:
         """Create a slot without skipped updates."""
-        return {"consecutive": _none(state.world.device)}
+        zero = torch.zeros((), dtype=torch.int32, device=state.world.device)
+        return {"consecutive": zero}
 
     def grads(self, grads: Grads, slot: Slot, update: Update) -> tuple[Grads, Slot]:
         """Check whether all gradients are finite, and ask to skip the update otherwise."""
@@ -377,7 +369,7 @@ class skip_nonfinite:
             streak = torch.where(count > self.max_consecutive, count, more)
             return state, {"consecutive": streak.to(count.dtype)}
         if not update.skipped:
-            return state, {"consecutive": _none(count.device)} if count else slot
+            return state, {"consecutive": torch.zeros_like(count)} if count else slot
         self._check(int(count) + 1, update.grads, update)
         return state, {"consecutive": count + 1}
 
@@ -400,10 +392,6 @@ class skip_nonfinite:
             " the learning rate."
         )
         raise NonFiniteGradsError(msg)
-
-
-def _none(device: torch.device) -> torch.Tensor:
-    return torch.zeros((), dtype=torch.int32, device=device)
 
 
 # `identity`: change nothing.
