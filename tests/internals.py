@@ -184,7 +184,7 @@ _NAMES = {
     "accelfn.testing.simulation.turns": ("Turns",),
     "accelfn.testing.transform_laws": ("observe_acts",),
     "accelfn.track.tracker": ("flat",),
-    "accelfn.transforms": ("clip", "data_parallel", "precision"),
+    "accelfn.transforms": ("clip",),
     "accelfn.transforms.diloco": ("bucket_names", "param_deltas"),
     "accelfn.weights": ("deepspeed",),
     "accelfn.weights.accelerate": ("entries_of",),

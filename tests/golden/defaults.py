@@ -12,9 +12,11 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import attrs
+
 import accelfn as af
 from accelfn import orders, testing, track
-from tests.internals import OPTIONS, data_parallel, precision
+from tests.internals import OPTIONS
 from tests.internals import parser as command_line
 
 FILE = Path(__file__).with_name("defaults.txt")
@@ -27,8 +29,12 @@ _MODULES = {
     "accelfn.testing": testing,
 }
 STANDS_FOR: Mapping[str, Mapping[str, Any]] = {
-    "af.compress_grads": data_parallel._DEFAULTS,
-    "af.autocast": precision._SCALING,
+    f"af.{kind.__name__}": {
+        field.name: field.metadata["usual"]
+        for field in attrs.fields(kind)
+        if field.metadata.get("usual") is not None
+    }
+    for kind in (af.compress_grads, af.autocast)
 }
 """What is taken where an option's default is None."""
 
