@@ -186,8 +186,7 @@ class Definition:
         plan = Plan(world_rank=batch.rank, world_size=batch.size)
         for owner in self.setup.owners["data"]:
             plan = owner.data(plan)
-            is_plan = isinstance(plan, Plan)
-            check_returned(owner, "data", ok=is_plan, value=plan, kind="a Plan")
+            check_returned(owner, "data", plan, Plan)
         return plan
 
 

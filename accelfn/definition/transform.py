@@ -112,29 +112,25 @@ def check_fields(cls: type) -> None:
             raise ArgumentError(msg)
 
 
-def has_field(value: object, field: str) -> bool:
+def has_field(value: Any, field: str) -> bool:
     """Return whether a transform has the method `field`.
 
     The attribute `without` of a transform lists the methods that its options disable.
     """
-    if not hasattr(type(value), field):
-        return False
     # use the class, because `hasattr` of the object is false if a property raises
-    return (
-        not hasattr(type(value), "without") or field not in cast("Any", value).without
-    )
+    without = value.without if hasattr(type(value), "without") else ()
+    return hasattr(type(value), field) and field not in without
 
 
-def check_returned(
-    owner: object, field: str, *, ok: bool, value: object, kind: str
-) -> None:
-    """Raise unless a transform's method returned a valid value.
+def check_returned(owner: object, field: str, value: object, kind: type) -> None:
+    """Raise unless a transform's method returned an object of a class.
 
     Raises:
-        ArgumentError: `ok` is false; the error names the transform.
+        ArgumentError: the object has another class; the error names the transform.
     """
-    if not ok:
-        msg = f"{owner!r}.{field} returned {type(value).__name__}; expected {kind}."
+    if not isinstance(value, kind):
+        got, want = type(value).__name__, kind.__name__
+        msg = f"{owner!r}.{field} returned {got}; expected an object of class {want}."
         raise ArgumentError(msg)
 
 

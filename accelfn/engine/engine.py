@@ -592,6 +592,5 @@ def _build_engine(state: TrainState) -> Engine:
     if not (chosen and state.definition.copy.size > 1):
         return Engine(state, binding_of(state), lambda module, _: LocalRunner(module))
     engine = chosen[0].engine(state)
-    is_one = isinstance(engine, Engine)
-    check_returned(chosen[0], "engine", ok=is_one, value=engine, kind="an Engine")
+    check_returned(chosen[0], "engine", engine, Engine)
     return engine

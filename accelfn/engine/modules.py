@@ -125,8 +125,7 @@ def apply_module_transforms(module: nn.Module, state: TrainState) -> nn.Module:
     for owner in state.definition.setup.owners["module"]:
         before = _held_by(module)
         new_module = owner.module(module, state)
-        ok, kind = isinstance(new_module, nn.Module), "a module"
-        check_returned(owner, "module", ok=ok, value=new_module, kind=kind)
+        check_returned(owner, "module", new_module, nn.Module)
         after = _held_by(new_module)
         names = before.keys() | after.keys()
         differing = {n for n in names if before.get(n) is not after.get(n)}

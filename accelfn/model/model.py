@@ -445,9 +445,8 @@ def check_values(module: nn.Module, *, full: bool) -> None:
     if meta:
         msg = (
             f"{type(module).__name__} has tensors on the meta device, which have no values:"
-            f" {list_names(meta)}. Load values"
-            ' first with af.import_model(module, files), or pass a factory and init="shard".'
-            " af.memory_estimate(model, setup, optimizer=...) and"
+            f" {list_names(meta)}. Load values first with af.import_model(module, files), or pass a"
+            ' factory and init="shard". af.memory_estimate(model, setup, optimizer=...) and'
             ' accelfn.testing.communication(fn, device="meta") need no values.'
         )
         raise ModelError(msg)

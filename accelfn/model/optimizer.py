@@ -589,9 +589,9 @@ def _check_factory(factory: Any, trainable: object) -> None:
     """Raise `OptimizerError` unless a factory can be called with a list of named parameters."""
     if not callable(factory):
         is_several = isinstance(factory, (list, tuple, dict))
-        shown = type(factory).__name__ if is_several else repr(factory)
+        text = type(factory).__name__ if is_several else repr(factory)
         msg = (
-            f"optimizer={shown}: expected a torch optimizer, or {_FACTORY}. For several"
+            f"optimizer={text}: expected a torch optimizer, or {_FACTORY}. For several"
             " optimizers, write af.combine_optimizers((predicate, factory), ...)."
         )
         raise OptimizerError(msg)

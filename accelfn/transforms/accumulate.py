@@ -96,9 +96,8 @@ class accumulate:
             into: Grads | None = None,
             sync: bool = True,
         ) -> tuple[Metrics, Grads]:
-            is_batch = isinstance(batch, Batch)
-            *rest, last = batch.parts() if is_batch else self._parts(batch)
-            if extras and rest and is_batch:
+            *rest, last = self._parts(batch)
+            if extras and rest and isinstance(batch, Batch):
                 self._warn_of_rows(extras, sum(map(len, batch.parts_indices)))
             total = Metrics({})
             for part in rest:

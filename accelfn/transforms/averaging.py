@@ -168,9 +168,8 @@ class schedule_free:
             kinds = {type(part).__name__: None for part in parts_of(optimizer)}
             msg = (
                 f"{self!r}: the optimizer {', '.join(kinds)} is not schedule-free: it has no"
-                " train() and eval() that move the parameters. Use one of the package"
-                " schedulefree, such as schedulefree.AdamWScheduleFree, or leave this"
-                " transform out."
+                " train() and eval() that move the parameters. Use one of the package schedulefree,"
+                " such as schedulefree.AdamWScheduleFree, or leave this transform out."
             )
             raise OptimizerError(msg)
         away = [part for part in parts if state.step == 0 and _is_away(part, state)]

@@ -178,7 +178,8 @@ class _Sequence:
         num = self._way.num_pieces
         length = self._length(batch)
         few = min(_MANY // num * num, length)
-        first = self._first(first_of(batch), few)
+        one = first_of(batch)
+        first = self._of_sequences(lambda t: t.narrow(self._dim, 0, few), one)
         with preserve_model(model, self._ranks.device) as has_drawn:
             with Coarsest() as coarsest:
                 try:
@@ -187,14 +188,18 @@ class _Sequence:
                     if few == length:
                         raise
                     # the model may support only the full length, for example because of a mask
-                    few, first = length, first_of(batch)
+                    few, first = length, one
                     full = loss_fn(model, first, *extras)
             is_random = has_drawn()
             part = self.of_part(loss_fn, model, first, *extras)
         # all ranks run equally many passes: a pass may gather parameters of all ranks
         own_row = _numbers(full, part, is_random=is_random, device=self._ranks.device)
         rows = all_gather_list(own_row, self._loss_ranks, label="context_parallel")
-        table, is_random = self._of_group(rows)
+        begin = (
+            self._loss_ranks.rank - self._ranks.rank
+        )  # "cp" is the innermost axis here
+        table = on_host(torch.stack(rows))[begin : begin + self._ranks.size]
+        is_random = bool(table[:, 4].any())
         self.is_checked = is_random or any(is_positive(row[1]) for row in rows)
         if is_random:
             advise(
@@ -226,13 +231,6 @@ class _Sequence:
                 " position ids in the batch, and shift labels before you make batches."
             )
             raise LossError(msg)
-
-    def _of_group(self, rows: list[torch.Tensor]) -> tuple[torch.Tensor, bool]:
-        """Return the rows of the ranks with this sample, and whether any drew random numbers."""
-        size, rank = self._ranks.size, self._loss_ranks.rank
-        begin = rank - rank % size  # "cp" is the innermost axis here
-        table = on_host(torch.stack(rows))
-        return table[begin : begin + size], bool(table[:, 4].any())
 
     def _length(self, batch: Any) -> int:
         """Return the sequence length of a batch.
@@ -272,10 +270,6 @@ class _Sequence:
             return parts[0] if len(parts) == 1 else torch.cat(parts, self._dim)
 
         return self._of_sequences(take_pieces, batch)
-
-    def _first(self, batch: Any, length: int) -> Any:
-        """Return a batch with sequences truncated to `length`."""
-        return self._of_sequences(lambda t: t.narrow(self._dim, 0, length), batch)
 
     def _of_sequences(self, change: Callable[[torch.Tensor], Any], batch: Any) -> Any:
         def change_leaf(leaf: Any) -> Any:

@@ -564,8 +564,8 @@ class diloco:
             flight |= {"half": 1, "values": pending}
             error = {**error}
             for name, part in _split_flat(residual, totals).items():
-                kept = _if_seen(weight, part, local(error[name]))
-                error[name] = _like(error[name], kept)
+                rest = _if_seen(weight, part, local(error[name]))
+                error[name] = _like(error[name], rest)
         return {**slot, "error": error, "flights": {**slot["flights"], f"{i}": flight}}
 
     def _continue_flight(self, state: TrainState, slot: Slot, key: str) -> Slot:

@@ -135,7 +135,7 @@ class local_sgd:
                 )
                 raise ArgumentError(msg)
             ranks.split(size=size)
-        return self._new_slot(state)
+        return self._new_slot(state.step)
 
     def after_update(
         self, state: TrainState, slot: Slot, update: Update
@@ -163,15 +163,12 @@ class local_sgd:
         if _owes(state, slot):
             ranks = state.definition.copies
             self._average_(self._averaged_tensors(state, ranks), slot["weight"], ranks)
-        return state, self._new_slot(state)
+        return state, self._new_slot(state.step)
 
     def merge(self, slots: Sequence[Slot], _: World) -> tuple[list[float], Slot]:
         """Return the ranks' weights in an average, and the slot afterwards."""
         weights = [float(slot["weight"]) for slot in slots]
-        result = {**slots[0], "weight": 0}
-        if self.neighbours:
-            result["near"] = {f"{period}": 0 for period in self.neighbours}
-        return weights, result
+        return weights, self._new_slot(slots[0]["since"])
 
     def eval_params(
         self, params: Mapping[str, torch.Tensor], slot: Slot, update: Update
@@ -189,9 +186,9 @@ class local_sgd:
         self._average_(list(means.values()), slot["weight"], ranks)
         return {**params, **means}, slot
 
-    def _new_slot(self, state: TrainState) -> Slot:
-        """Return the slot of ranks that were just averaged."""
-        slot: Slot = {"weight": 0, "since": state.step}
+    def _new_slot(self, step: int) -> Slot:
+        """Return the slot of ranks that were averaged after this update."""
+        slot: Slot = {"weight": 0, "since": step}
         if self.neighbours:
             slot["near"] = {f"{period}": 0 for period in self.neighbours}
         return slot
@@ -250,11 +247,8 @@ def _held_by_all(entries: Iterable[Tensors], ranks: World) -> list[torch.Tensor]
     ]
     sums = [zlib.crc32(str(layout).encode()) for layout in layouts]
     checksums = torch.tensor(sums, dtype=torch.int64, device=readable(ranks.device))
-    matches = (
-        (torch.stack(all_gather_list(checksums, ranks, label=_LABEL)) == checksums)
-        .all(0)
-        .tolist()
-    )
+    gathered = torch.stack(all_gather_list(checksums, ranks, label=_LABEL))
+    matches = (gathered == checksums).all(0).tolist()
     return [
         tensor
         for entry, same in zip(rows, matches, strict=True)

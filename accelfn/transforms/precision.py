@@ -201,8 +201,7 @@ class autocast:
 
     def _loss_scale(self, state: TrainState) -> torch.Tensor:
         """Return the scale of losses that are totals."""
-        name: str = cast("Any", self).name
-        slot = state.slots[name]
+        slot = state.slots[cast("Any", self).name]
         return slot["scale"] / slot["unit"]
 
     def grads(
@@ -292,8 +291,8 @@ def full_precision(*values: Any) -> Generator[Any]:
 
 
 def _widen(leaf: Any) -> Any:
-    narrow = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    return leaf.float() if narrow and leaf.dtype.itemsize < 4 else leaf
+    is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    return tree.wide(leaf) if is_float else leaf
 
 
 # `skip_nonfinite`: skip updates with gradients that are not finite.

@@ -217,11 +217,10 @@ def _check(
                 trouble = error
     finally:
         still_open, split, differing = layers.open, layers.split, looks.end()
-    numbers = (_total(in_one), _total(part), float(differing is not None))
-    own_row = torch.stack([n.to(ranks.device) for n in map(_number, numbers)])
-    rows = on_host(
-        torch.stack(all_gather_list(own_row, ranks.whole, label="tensor_parallel"))
-    )
+    numbers = map(_number, (in_one, part, float(differing is not None)))
+    own_row = torch.stack([number.to(ranks.device) for number in numbers])
+    gathered = all_gather_list(own_row, ranks.whole, label="tensor_parallel")
+    rows = on_host(torch.stack(gathered))
     begin = ranks.whole.rank - ranks.rank  # "tp" is the innermost axis
     table = rows[begin : begin + ranks.size]
     advice = _WAY
@@ -234,9 +233,7 @@ def _check(
     if trouble is not None:
         msg = f"af.tensor_parallel: {name} fails with split layers: {trouble}. {advice}"
         raise LossError(msg) from trouble
-    if not torch.equal(
-        table[:, 0].nan_to_num(), table[:1, 0].nan_to_num().expand(len(table))
-    ):
+    if len(table[:, 0].nan_to_num().unique()) > 1:
         msg = (
             'af.tensor_parallel: the ranks along "tp" must get the same batches, but the losses of'
             f" their first samples are {table[:, 0].tolist()}. Use af.batches(state), or choose the"
@@ -274,14 +271,10 @@ def _check(
         raise LossError(msg)
 
 
-def _total(loss: Any) -> Any:
-    return loss.total if isinstance(loss, Loss) else loss
-
-
-def _number(value: Any) -> torch.Tensor:
-    """Return a value as a number to compare; 0 if the value is not a number."""
-    is_number = isinstance(value, (int, float)) or (
-        isinstance(value, torch.Tensor) and value.numel() == 1
-    )
+def _number(loss: Any) -> torch.Tensor:
+    """Return a loss as a number to compare; 0 if the loss is not a number."""
+    value = loss.total if isinstance(loss, Loss) else loss
+    is_one = isinstance(value, torch.Tensor) and value.numel() == 1
+    is_number = is_one or isinstance(value, (int, float))
     number = torch.as_tensor(value if is_number else 0.0, dtype=torch.float64)
     return number.reshape(())
