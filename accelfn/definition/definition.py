@@ -309,9 +309,8 @@ def check_schedule(schedule: object) -> None:
     error = None if schedule is None else call_mismatch(schedule, 0)
     if error is not None:
         msg = (
-            f"TrainState.create(schedule={qualname(schedule)}): accelfn calls this function as"
-            f" schedule(update), but it does not accept that: {error}. Set other arguments with"
-            " functools.partial."
+            f"TrainState.create(schedule={qualname(schedule)}): accelfn calls schedule(update),"
+            f" but this call fails: {error}. Set other arguments with functools.partial."
         )
         raise ArgumentError(msg)
 

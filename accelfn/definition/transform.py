@@ -389,9 +389,8 @@ def check_own_name(name: str, setup: Collection[str]) -> None:
         raise StateError(msg)
     if name in setup:
         msg = (
-            f"state.with_slot({name!r}, ...): this slot belongs to the transform {name!r} of the"
-            " setup. Use another name. The transform can read your entry as"
-            " update.state.slots[name]."
+            f"state.with_slot({name!r}, ...): this slot belongs to the transform {name!r}. Use"
+            " another name. The transform can read your entry as update.state.slots[name]."
         )
         raise StateError(msg)
 

@@ -263,9 +263,8 @@ class combine_optimizers:
             if not share:
                 some = ", ".join(name for name, _ in named[:3])
                 msg = (
-                    f"{self!r}: pair {i} gets none of the {len(named)} trainable parameters"
-                    f" (such as {some}). Its predicate is never true, or earlier pairs get these"
-                    " parameters."
+                    f"{self!r}: pair {i} gets none of the {len(named)} trainable parameters (such"
+                    f" as {some}). Its predicate is never true, or earlier pairs get them."
                 )
                 raise OptimizerError(msg)
             optimizers.append(_create_part(i, factory, share, self))
@@ -458,10 +457,9 @@ def trained_names(
     lacking = [name for name in params if name in chosen and name not in names]
     if lacking:
         msg = (
-            f"state.with_trainable({predicate!r}): parameters were frozen when the"
-            f" state was created, so {type(optimizer).__name__} does not have them:"
-            f" {list_names(lacking)}. Create the state with these parameters trainable, then"
-            " freeze them with state.with_trainable."
+            f"state.with_trainable({predicate!r}): parameters were frozen when the state was"
+            f" created, so {type(optimizer).__name__} does not have them: {list_names(lacking)}."
+            " Create the state with them trainable, then freeze them with state.with_trainable."
         )
         raise OptimizerError(msg)
     return chosen
@@ -709,9 +707,8 @@ def _check_owned(
     missing = [name for name, param in trainable if id(param) not in ids]
     if missing:
         msg = (
-            f"{type(optimizer).__name__} lacks trainable parameters: {list_names(missing)}."
-            " Create it with all trainable parameters, or freeze the"
-            " missing ones with requires_grad_(False)."
+            f"{type(optimizer).__name__} lacks trainable parameters: {list_names(missing)}. Create"
+            " it with all of them, or freeze the missing ones with requires_grad_(False)."
         )
         raise OptimizerError(msg)
 
@@ -813,8 +810,7 @@ class PerParameter(Optimizer):
             if self.adapts and param.ndim not in _MOMENTS:
                 msg = (
                     f"{kind.__name__} supports only vectors and matrices, but {name!r} has the"
-                    f" shape {tuple(param.shape)}. Use another optimizer for such parameters, with"
-                    " af.combine_optimizers."
+                    f" shape {tuple(param.shape)}. Use af.combine_optimizers."
                 )
                 raise OptimizerError(msg)
 

@@ -2,7 +2,7 @@
 """Data parallelism: split the data, and replicate the model or split it over the ranks."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import attrs
 import torch
@@ -29,15 +29,12 @@ from accelfn.engine.ddp import Compression, DDPRunner, LowRank, Narrow
 from accelfn.engine.engine import Engine, build_engine
 from accelfn.engine.modules import BatchNorm, Regions, are_regions, sync_norms
 from accelfn.engine.optimizer import LiveUpdate, check_elements
-from accelfn.engine.runner import binding_of
+from accelfn.engine.runner import Runner, binding_of
 from accelfn.errors import ArgumentError, CompositionError, WorldError
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update
 from accelfn.world import World
 from accelfn.world.axes import BATCH, fold_cp
-
-if TYPE_CHECKING:
-    from accelfn.engine.fsdp import FSDPRunner
 
 _FIRST_BUCKET_MB = 1
 """torch's size of the first bucket. torch.compile needs buckets of at least this size."""
@@ -638,8 +635,7 @@ class wrap_fsdp:
         )
         home = ShardBinding(state.definition, splitter, state.params, state.buffers)
 
-        def make(module: nn.Module, live: object) -> "FSDPRunner":
-            del live
+        def make(module: nn.Module, _: object) -> Runner:
             return FSDPRunner(
                 module,
                 home,
@@ -666,10 +662,9 @@ class wrap_fsdp:
             facts = facts_of(owner)
             if "stays" in facts and not state.world.axes and state.world.loss.size > 1:
                 msg = (
-                    f"{self!r}: in a world without axes, all ranks together hold one copy of"
-                    f" the model, but {owner!r} trains several copies independently. Set the"
-                    f" number of copies, for example 2: World.from_env(axes={{'dp_replicate':"
-                    f" 2, 'dp_shard': -1}})."
+                    f"{self!r}: in a world without axes, all ranks hold one copy of the model,"
+                    f" but {owner!r} trains several copies. Set their number, for example 2:"
+                    f" World.from_env(axes={{'dp_replicate': 2, 'dp_shard': -1}})."
                 )
                 raise WorldError(msg)
             if "apart" in facts and "stays" not in facts:
@@ -706,9 +701,8 @@ class wrap_fsdp:
             backend = f"cpu:gloo,{kind}:{backends.get(kind, '...')}"
             msg = (
                 f"{self!r}: cpu_offload keeps shards on the CPU, but this world's backend does"
-                " not connect the CPUs of the ranks. Pass a backend for both devices:"
-                f' World.from_env(backend="{backend}"). Or leave backend= out: the default'
-                " supports both."
+                " not connect the CPUs of the ranks. Leave backend= out, or pass a backend for both"
+                f' devices: World.from_env(backend="{backend}").'
             )
             raise WorldError(msg)
 

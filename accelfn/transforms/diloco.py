@@ -330,8 +330,7 @@ class diloco:
         """Raise if options contradict each other."""
         if self.fragments > self.sync_every:
             msg = (
-                f"{self!r}: at most one fragment is exchanged per update, so {self.sync_every}"
-                f" updates are too few for {self.fragments} fragments. Use at most"
+                f"{self!r}: at most one fragment is exchanged per update. Use at most"
                 f" {self.sync_every} fragments, or a larger sync_every."
             )
             raise ArgumentError(msg)
@@ -432,9 +431,8 @@ class diloco:
             return slot
         if step > slot["since"]:
             msg = (
-                f"{self!r}: fragments= or bits= changed, but there were updates since the last"
-                " exchange. With the old setup, first call state = af.finalize(state), and"
-                " then state = state.with_setup(...)."
+                f"{self!r}: fragments= or bits= changed after updates that were not"
+                " exchanged. First finalize the old setup: state = af.finalize(state)."
             )
             raise StateError(msg)
         return self._new_slot(slot["anchor"], slot["outer"], step)
@@ -458,8 +456,7 @@ class diloco:
         if any("train_mode" in group for group in prototype.param_groups):
             msg = (
                 f"{self!r}: the outer optimizer {type(prototype).__name__} is schedule-free: it"
-                " evaluates other parameters than the anchor. Use another one, such as"
-                " torch.optim.SGD."
+                " evaluates other parameters than the anchor. Use torch.optim.SGD."
             )
             raise OptimizerError(msg)
         if layout is not None:

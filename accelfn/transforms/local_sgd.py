@@ -40,8 +40,7 @@ def _are_parts(owner: Any, _field: object, value: Any) -> None:
         msg = (
             f"af.local_sgd(sync_every={owner.sync_every}, neighbours={value!r}): expected a"
             f" dict from periods to group sizes, such as {{4: 8}}. Each period must divide the"
-            " next longer one, and the longest must divide sync_every. Each group size must"
-            " divide the next larger one."
+            " next longer one, and the longest sync_every. Group sizes must divide the next one."
         )
         raise ArgumentError(msg)
 
@@ -130,8 +129,7 @@ class local_sgd:
                 msg = (
                     f"af.local_sgd(neighbours={dict(self.neighbours)}): the {ranks.size} ranks"
                     " (or copies of the model) that train independently cannot be divided into"
-                    f" groups of {size}. Use group sizes that divide {ranks.size}, or leave"
-                    " neighbours= out."
+                    f" groups of {size}. Use group sizes that divide {ranks.size}."
                 )
                 raise ArgumentError(msg)
             ranks.split(size=size)

@@ -245,7 +245,6 @@ class autocast:
                 f"Update {update.state.step}: the loss scale of {self!r} fell to"
                 f" {float(slot['scale']):g}, but gradients are still infinite or NaN, so fp16"
                 " is not the cause. Check the loss, the data and the learning rate."
-                " af.autocast('bf16') has the range of float32."
             )
             raise NonFiniteGradsError(msg)
 

@@ -247,9 +247,8 @@ class optimizer_in_backward:
         differ = [n for n in joint if not bool((joint[n] == alone[n]).all())]
         if differ:
             msg = (
-                f"{self!r}: {kind} does not update each parameter by its own gradient only. In"
-                " a test that stepped the parameters one by one, these parameters changed"
-                f" differently: {', '.join(differ[:5])}. Leave this transform out, or use"
-                " another optimizer."
+                f"{self!r}: {kind} does not update each parameter by its own gradient only. In a"
+                " test that stepped parameters one by one, these changed differently:"
+                f" {', '.join(differ[:5])}. Leave this transform out, or use another optimizer."
             )
             raise OptimizerError(msg)
