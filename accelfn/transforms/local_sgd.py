@@ -245,8 +245,8 @@ def _held_by_all(entries: Iterable[Tensors], ranks: World) -> list[torch.Tensor]
     ]
     sums = [zlib.crc32(str(layout).encode()) for layout in layouts]
     checksums = torch.tensor(sums, dtype=torch.int64, device=readable(ranks.device))
-    gathered = torch.stack(all_gather_list(checksums, ranks, label=_LABEL))
-    matches = (gathered == checksums).all(0).tolist()
+    all_checksums = torch.stack(all_gather_list(checksums, ranks, label=_LABEL))
+    matches = (all_checksums == checksums).all(0).tolist()
     return [
         tensor
         for entry, same in zip(rows, matches, strict=True)

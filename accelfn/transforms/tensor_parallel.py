@@ -219,8 +219,8 @@ def _check(
         still_open, split, differing = layers.open, layers.split, looks.end()
     numbers = map(_number, (in_one, part, float(differing is not None)))
     own_row = torch.stack([number.to(ranks.device) for number in numbers])
-    gathered = all_gather_list(own_row, ranks.whole, label="tensor_parallel")
-    rows = on_host(torch.stack(gathered))
+    all_rows = all_gather_list(own_row, ranks.whole, label="tensor_parallel")
+    rows = on_host(torch.stack(all_rows))
     begin = ranks.whole.rank - ranks.rank  # "tp" is the innermost axis
     table = rows[begin : begin + ranks.size]
     advice = _WAY
