@@ -313,6 +313,11 @@ def satisfies(
     return check
 
 
+def number(is_valid: Callable[[float], bool], expected: str) -> Validator:
+    """Return an attrs validator for a number, like `satisfies`."""
+    return satisfies(lambda value: is_number(value) and is_valid(value), expected)
+
+
 def one_of(*choices: object, within: str = "af.") -> Any:
     """Return an attrs validator that accepts only these choices."""
     names = " or ".join(map(repr, choices))
@@ -354,10 +359,7 @@ def value_of(owner: Any, name: str) -> Any:
 
 def mebibytes() -> Validator:
     """Return an attrs validator for a transform's size in MiB."""
-    return satisfies(
-        lambda value: is_number(value) and 0 < value < math.inf,
-        "a positive number of MiB",
-    )
+    return number(lambda size: 0 < size < math.inf, "a positive number of MiB")
 
 
 def as_path(call: str, value: object, what: str) -> Path:

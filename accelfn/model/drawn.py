@@ -327,12 +327,11 @@ def draw_params(
     drawing = _Drawing(model, keep, params, dict.fromkeys(model.places, ""))
     for where, module in reversed(list(model.module.named_modules())):
         for call, init in _initializers(model.module, where, module):
-            due = drawing.due(where)
+            begin = f"{where}." if where else ""
+            due = [name for name in drawing.pending if name.startswith(begin)]
             if not due:
                 break
-            asks = (
-                f"{call} reads values that do not exist while it initializes parameters"
-            )
+            asks = f"{call} reads values that do not exist while it sets parameters"
             with _explain_meta(asks, "Let it set only parameters of its own module"):
                 drawing.by(init, call, due, draws.key(seed, name, "init", where))
     for lacking, why in drawing.pending.items():
@@ -348,11 +347,6 @@ class _Drawing:
     keep: Keep
     kept: dict[str, torch.Tensor]
     pending: dict[str, str]
-
-    def due(self, where: str) -> list[str]:
-        """Return the names of the parameters in a module that are not initialized yet."""
-        begin = f"{where}." if where else ""
-        return [name for name in self.pending if name.startswith(begin)]
 
     def by(
         self, init: Callable[[], object], call: str, due: Sequence[str], key: int
@@ -370,13 +364,9 @@ class _Drawing:
             init()
         setting = {name: acts.on(meta) for name, meta in metas.items()}
         unset = f"{call} does not set, or sets to NaN"
+        other = f"the factory sets otherwise than {call}, for example by loading it"
         for name in due:
-            if setting[name]:
-                why = (
-                    f"the factory sets otherwise than {call}, for example by loading it"
-                )
-                self.pending[name] = why
-            self.pending[name] = self.pending[name] or unset
+            self.pending[name] = other if setting[name] else self.pending[name] or unset
         matches = {
             name: metas[name]
             for name in due

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accelfn.base import tree
-from accelfn.base.arguments import is_number, satisfies
+from accelfn.base.arguments import number
 from accelfn.definition.transform import transform
 from accelfn.errors import OptimizerError
 from accelfn.model.optimizer import Hyper, parts_of
@@ -20,8 +20,8 @@ from accelfn.state.update import Update
 Params: TypeAlias = dict[str, torch.Tensor]
 
 
-_is_decay = satisfies(
-    lambda value: is_number(value) and 0.5 <= value <= 1,
+_is_decay = number(
+    lambda decay: 0.5 <= decay <= 1,
     "a decay from 0.5 to 1, the weight of the old average, such as 0.999",
 )
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from accelfn.base import tree
-from accelfn.base.arguments import is_number, option, satisfies, truth
+from accelfn.base.arguments import number, option, truth
 from accelfn.base.tree import computes_on, is_shard, local
 from accelfn.definition.transform import transform
 from accelfn.errors import GradsError, OptimizerError
@@ -25,9 +25,7 @@ _FEW = 256
 
 
 _IS_SPARSE = attrgetter("is_sparse")
-_is_positive = satisfies(
-    lambda value: is_number(value) and value > 0, "a number above 0"
-)
+_is_positive = number(lambda bound: bound > 0, "a number above 0")
 
 
 @transform

@@ -12,8 +12,8 @@ from torch import nn
 from accelfn.base.arguments import (
     advise,
     integer,
-    is_number,
     mebibytes,
+    number,
     one_of,
     option,
     option_of,
@@ -182,9 +182,7 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _POWERSGD = "powersgd"
 
 
-_is_rate = satisfies(
-    lambda value: is_number(value) and value >= 0, "a number of at least 0"
-)
+_is_rate = number(lambda rate: rate >= 0, "a number of at least 0")
 
 
 @transform

@@ -14,8 +14,8 @@ from accelfn.base import tree
 from accelfn.base.arguments import (
     Number,
     integer,
-    is_number,
     mebibytes,
+    number,
     one_of,
     option,
     satisfies,
@@ -230,10 +230,7 @@ _is_factory = satisfies(
     ),
     "a function that makes a torch optimizer, such as functools.partial(torch.optim.SGD, lr=0.7)",
 )
-_is_share = satisfies(
-    lambda value: is_number(value) and 0 <= value < 1,
-    "a number of at least 0 and below 1",
-)
+_is_share = number(lambda share: 0 <= share < 1, "a number of at least 0 and below 1")
 
 
 @transform

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import attrs
 import torch
 
-from accelfn.base.arguments import integer, is_number, one_of, option, satisfies
+from accelfn.base.arguments import integer, number, one_of, option
 from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError
 from accelfn.model.optimizer import Hyper
@@ -18,14 +18,8 @@ from accelfn.state.update import Update
 Slot: TypeAlias = dict[str, Any]
 
 
-_is_factor = satisfies(
-    lambda value: is_number(value) and 0 <= value < 1,
-    "a factor of at least 0 and below 1",
-)
-_is_size = satisfies(
-    lambda value: is_number(value) and 0 <= value < math.inf,
-    "a finite number, 0 or more",
-)
+_is_factor = number(lambda size: 0 <= size < 1, "a factor of at least 0 and below 1")
+_is_size = number(lambda size: 0 <= size < math.inf, "a finite number, 0 or more")
 
 
 def _are_rates(owner: object, field: Any, value: Any) -> None:

@@ -33,7 +33,6 @@ ScaleSlot: TypeAlias = dict[str, torch.Tensor]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 _SMALLEST_SCALE = 2.0**-24
-_SCALING_FIELDS = ("init", "grads", "after_update")
 
 
 def _is_installed(_owner: object, _field: object, value: object) -> None:
@@ -144,7 +143,8 @@ class autocast:
     @property
     def without(self) -> tuple[str, ...]:
         """Leave out the methods that only other precisions need."""
-        without = () if self.precision == "fp16" else _SCALING_FIELDS
+        scaling = ("init", "grads", "after_update")
+        without = () if self.precision == "fp16" else scaling
         return without if self.precision == "fp8" else (*without, "module")
 
     def loss(
