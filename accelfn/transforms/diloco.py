@@ -367,8 +367,7 @@ class diloco:
         for i in range(self.fragments):
             first = i * self.sync_every // self.fragments
             if (updates - first) % self.sync_every == 0:
-                names = self._fragments(state)[i]
-                slot = self._exchange_fragment(state, slot, i, names)
+                slot = self._exchange_fragment(state, slot, i)
         for key, flight in list(slot["flights"].items()):
             flown = state.step - flight["sent"]
             if flown == -(-self.delay // 2):  # half-way through the delay
@@ -383,12 +382,10 @@ class diloco:
         """Complete all flights, exchange what moved since, and set parameters to the anchor."""
         slot = self._fit_slot(slot, state.step)
         for key in list(slot["flights"]):
-            slot = self._apply_flight(
-                state, self._continue_flight(state, slot, key), key
-            )
-        for i, names in enumerate(self._fragments(state)):
+            slot = self._apply_flight(state, slot, key)
+        for i in range(self.fragments):
             if state.step > slot["sent"][i]:
-                slot = self._exchange_fragment(state, slot, i, names, at_once=True)
+                slot = self._exchange_fragment(state, slot, i, at_once=True)
         for name, anchor in slot["anchor"].items():
             local(state.params[name]).copy_(local(anchor))
         return state, {**slot, "since": state.step}
@@ -489,19 +486,13 @@ class diloco:
         return cut_fragments(sizes, self.fragments)
 
     def _exchange_fragment(
-        self,
-        state: TrainState,
-        slot: Slot,
-        i: int,
-        names: Sequence[str],
-        *,
-        at_once: bool = False,
+        self, state: TrainState, slot: Slot, i: int, *, at_once: bool = False
     ) -> Slot:
         """Send a fragment, and apply its mean unless there is a delay.
 
         `at_once` sends without quantization or delay, and includes the kept errors.
         """
-        is_whole = self._is_whole(state)
+        is_whole, names = self._is_whole(state), self._fragments(state)[i]
         if self.delay and not at_once:
             slot = self._send_fragment(state, slot, i, names)
         else:
@@ -509,9 +500,7 @@ class diloco:
                 if is_whole or at_once:
                     slot = self._average_fragment(state, slot, i, some)
                 else:
-                    slot = self._continue_flight(
-                        state, self._send_fragment(state, slot, i, some), f"{i}"
-                    )
+                    slot = self._send_fragment(state, slot, i, some)
                     slot = self._apply_flight(state, slot, f"{i}")
         fresh = {"weights": 0, "sent": state.step}
         new = {n: [*slot[n][:i], v, *slot[n][i + 1 :]] for n, v in fresh.items()}
@@ -523,12 +512,9 @@ class diloco:
         """Average how far parameters have moved, without quantization, and step the anchor."""
         deltas = self._deltas(state, slot, names)
         slot = {**slot, "error": without(slot["error"], names)}
+        moved, weight, cap = [*deltas.values()], slot["weights"][i], self.bucket_cap_mb
         average_(
-            [*deltas.values()],
-            slot["weights"][i],
-            state.definition.copies,
-            label=_LABEL,
-            bucket_cap_mb=self.bucket_cap_mb,
+            moved, weight, state.definition.copies, label=_LABEL, bucket_cap_mb=cap
         )
         return self._step_anchor(state, slot, deltas)
 
@@ -591,7 +577,8 @@ class diloco:
         return {**slot, "error": {**error, **new}, "flights": flights}
 
     def _apply_flight(self, state: TrainState, slot: Slot, key: str) -> Slot:
-        """Step the anchor by the mean of a completed exchange, if any rank saw a sample."""
+        """Complete an exchange, and step the anchor by its mean if any rank saw a sample."""
+        slot = self._continue_flight(state, slot, key)
         flights = dict(slot["flights"])
         flight = flights.pop(key)
         slot, result = {**slot, "flights": flights}, flight["values"].wait()

@@ -212,14 +212,9 @@ class autocast:
         if not update.replicated:
             all_reduce_([overflow], update.world, label="autocast: overflow?")
         scale, good = slot["scale"].clone(), slot["good"].clone()
-        torch._amp_update_scale_(  # pyright: ignore[reportPrivateUsage]
-            scale,
-            good,
-            overflow,
-            value_of(self, "growth_factor"),
-            value_of(self, "backoff_factor"),
-            value_of(self, "growth_interval"),
-        )
+        names = ("growth_factor", "backoff_factor", "growth_interval")
+        rule = [value_of(self, name) for name in names]
+        torch._amp_update_scale_(scale, good, overflow, *rule)  # pyright: ignore[reportPrivateUsage]
         weight = grads.weight
         if not isinstance(weight, torch.Tensor):
             # `full` does not wait for the device, but a copy from the host does
