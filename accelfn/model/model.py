@@ -425,7 +425,6 @@ def check_module(module: object, source: object) -> None:
     refuse_wrapped(module)
     refuse_placed(module)
     _check(module)
-    _refuse_sparse_buffers(module)
     refuse_overlap(module)
     _check_in_one_place(module)
 
@@ -462,18 +461,6 @@ def _check_in_one_place(module: nn.Module) -> None:
                 f"{type(module).__name__}: {where} is spread over the devices"
                 f" {sorted(map(str, set(spread.values())))} by a device_map, but a state has"
                 " one device. Load the model without device_map."
-            )
-            raise ModelError(msg)
-
-
-def _refuse_sparse_buffers(module: nn.Module) -> None:
-    """Raise `ModelError` for sparse or nested buffers, which a step cannot copy or send."""
-    for name, buffer in module.named_buffers():
-        if buffer.layout is not torch.strided or buffer.is_nested:
-            kind = "a nested tensor" if buffer.is_nested else f"{buffer.layout}"
-            msg = (
-                f"{type(module).__name__}: the buffer {name!r} is {kind}, but a state can have"
-                " only dense tensors. Register its indices and values as buffers."
             )
             raise ModelError(msg)
 
@@ -610,7 +597,7 @@ def give_away(module: nn.Module, name: str) -> None:
 
 
 def _check(module: nn.Module) -> None:
-    """Raise `ModelError` if a state cannot train a module's parameters, and name them."""
+    """Raise `ModelError` if a state cannot have a module's tensors, and name them."""
     params = dict(module.named_parameters())
     foreign = [name for name, param in params.items() if param in _GIVEN]
     with_hooks = [
@@ -619,17 +606,23 @@ def _check(module: nn.Module) -> None:
         if param._backward_hooks  # pyright: ignore[reportPrivateUsage]
         or getattr(param, "_post_accumulate_grad_hooks", None)
     ]
-    named = [*params.items(), *module.named_buffers()]
-    lazy = [name for name, tensor in named if is_lazy(tensor)]
+    buffers = dict(module.named_buffers())
+    lazy = [name for name, tensor in (params | buffers).items() if is_lazy(tensor)]
+    # a step cannot copy or send these buffers
+    odd = [
+        n for n, b in buffers.items() if b.layout is not torch.strided or b.is_nested
+    ]
     hooks = (
         "A state trains copies without these hooks. Change gradients in the method `grads` of a"
         " transform. (Hooks of modules are kept.)"
     )
     call = "Call the model once on an example before you pass it."
+    dense = "Register their indices and values as buffers."
     for names, kind, advice in (
         (foreign, "parameters that already belong to another state", _NEW_MODEL),
         (with_hooks, "parameters with hooks", hooks),
         (lazy, "lazy parameters without a shape", call),
+        (odd, "buffers that are not dense tensors", dense),
     ):
         if names:
             msg = f"{type(module).__name__} has {kind}: {list_names(names)}. {advice}"
