@@ -136,8 +136,7 @@ class Layout:
         if name not in self.of_layers.cuts:
             return tensor
         like = torch.empty(self.shapes[name], dtype=tensor.dtype, device="meta")
-        spec = self.of_layers.spec(name, like)
-        return DTensor(tensor, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
+        return self.of_layers.held(name, tensor, like)
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Copy this rank's shard of a full tensor, to the layout's device.

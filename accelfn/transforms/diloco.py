@@ -426,7 +426,7 @@ class diloco:
         if step > slot["since"]:
             msg = (
                 f"{self!r}: fragments= or bits= changed after updates that were not"
-                " exchanged. First finalize the old setup: state = af.finalize(state)."
+                " exchanged. With the old setup, first call state = af.finalize(state)."
             )
             raise StateError(msg)
         return self._new_slot(slot["anchor"], slot["outer"], step)
