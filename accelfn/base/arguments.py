@@ -313,9 +313,9 @@ def satisfies(
     return check
 
 
-def number(is_valid: Callable[[float], bool], expected: str) -> Validator:
+def number(is_valid: Callable[[float], bool], text: str) -> Validator:
     """Return an attrs validator for a number, like `satisfies`."""
-    return satisfies(lambda value: is_number(value) and is_valid(value), expected)
+    return satisfies(lambda value: is_number(value) and is_valid(value), text)
 
 
 def one_of(*choices: object, within: str = "af.") -> Any:

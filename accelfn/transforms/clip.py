@@ -25,7 +25,7 @@ _FEW = 256
 
 
 _IS_SPARSE = attrgetter("is_sparse")
-_is_positive = number(lambda bound: bound > 0, "a number above 0")
+_is_positive = number(lambda size: size > 0, "a number above 0")
 
 
 @transform

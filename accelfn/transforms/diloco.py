@@ -512,21 +512,17 @@ class diloco:
         """Average how far parameters have moved, without quantization, and step the anchor."""
         deltas = self._deltas(state, slot, names)
         slot = {**slot, "error": without(slot["error"], names)}
-        moved, weight, cap = [*deltas.values()], slot["weights"][i], self.bucket_cap_mb
-        average_(
-            moved, weight, state.definition.copies, label=_LABEL, bucket_cap_mb=cap
-        )
+        parts, weight = [*deltas.values()], slot["weights"][i]
+        ranks, cap = state.definition.copies, self.bucket_cap_mb
+        average_(parts, weight, ranks, label=_LABEL, bucket_cap_mb=cap)
         return self._step_anchor(state, slot, deltas)
 
     def _send_fragment(
         self, state: TrainState, slot: Slot, i: int, names: Sequence[str]
     ) -> Slot:
         """Start to send how far a fragment's parameters have moved."""
-        weight, error, ranks = (
-            slot["weights"][i],
-            slot["error"],
-            state.definition.copies,
-        )
+        weight, error = slot["weights"][i], slot["error"]
+        ranks = state.definition.copies
         totals = self._deltas(state, slot, names)
         flight: Flight = {"sent": state.step, "names": list(names)}
         if self._is_whole(state):
@@ -550,11 +546,8 @@ class diloco:
 
     def _continue_flight(self, state: TrainState, slot: Slot, key: str) -> Slot:
         """Start the second half of an exchange, if the exchange is quantized."""
-        flight, error, ranks = (
-            slot["flights"][key],
-            slot["error"],
-            state.definition.copies,
-        )
+        flight, error = slot["flights"][key], slot["error"]
+        ranks = state.definition.copies
         if flight.get("half") != 1:
             return slot
         parts = {name: local(error[name]) for name in flight["names"]}
