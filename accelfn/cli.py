@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command-line program `accelfn` and its subcommands."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import os
 import select
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from accelfn import __version__
 from accelfn.base.arguments import find_hint
@@ -23,14 +22,11 @@ from accelfn.launching.settings import (
     FILE,
     OPTIONS,
     Settings,
-    check_setting,
     find,
     flag,
+    parse_setting,
     read,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # The parser of the command line, with its help texts.
 
@@ -261,9 +257,7 @@ def _reader_left() -> bool:
     """Return whether the output's reader closed the pipe; if so, discard further output."""
     try:
         out = sys.stdout.fileno()
-    except (
-        OSError
-    ):  # the output is a Python object in this process, without a file descriptor
+    except OSError:  # the output is a Python object of this process
         return False
     asks = select.poll()
     asks.register(out, 0)  # an empty event mask: poll reports errors anyway
@@ -400,10 +394,7 @@ def _env(words: argparse.Namespace) -> int:
 
 
 def _test(words: argparse.Namespace) -> int:
-    nproc = check_setting(
-        "nproc", OPTIONS["nproc"].kind.from_text(words.nproc), COMMAND_LINE
-    )
-    nproc = _num_processes(nproc)
+    nproc = _num_processes(parse_setting("nproc", words.nproc, COMMAND_LINE))
     test = "accelfn.launching.selftest"
     code = launch_script(test, [str(nproc)], Plan(nproc=nproc), module=True)
     verdict = "passes the test" if code == 0 else "fails the test: see the output above"

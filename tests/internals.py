@@ -132,7 +132,7 @@ _NAMES = {
     "accelfn.engine.optimizer": ("fused_step",),
     "accelfn.engine.vocabulary": ("Scores", "gather_scores"),
     "accelfn.launching": ("agent", "script", "worker"),
-    "accelfn.launching.agent": ("Agent", "Crew", "Ended", "_Ending"),
+    "accelfn.launching.agent": ("Agent", "Crew"),
     "accelfn.launching.machines": (
         "Machines",
         "NumberedRendezvous",
@@ -140,14 +140,13 @@ _NAMES = {
         "handler_of",
     ),
     "accelfn.launching.script": (
+        "Ended",
         "Failure",
         "Watch",
         "WholeLines",
-        "all_left_on_signal",
         "by_cause",
         "describe_plan",
         "launch_script",
-        "report",
     ),
     "accelfn.launching.settings": (
         "OPTIONS",

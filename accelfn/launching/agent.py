@@ -17,31 +17,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import torch.distributed as dist
-from attrs import frozen
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.multiprocessing.subprocess_handler import (
-    SubprocessHandler,
-)
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from accelfn.errors import LaunchError
 from accelfn.launching.machines import NumberedRendezvous, handler_of
 from accelfn.launching.script import (
     PREFIX,
-    Failure,
+    Ended,
     Watch,
     WholeLines,
-    all_left_on_signal,
     by_cause,
-    report,
+    returncode,
+    say,
 )
 from accelfn.plug import Words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -52,17 +48,6 @@ if TYPE_CHECKING:
 #
 # torch's agent ends all ranks if one fails. So before the agent checks its processes, `Crew`
 # removes each process that a signal killed, and starts a new process instead.
-
-
-_KILLED = os.CLD_KILLED, os.CLD_DUMPED
-
-
-@frozen
-class _Ending:
-    """How a process ended: `status` is a signal's number, or an exit code."""
-
-    is_by_signal: bool
-    status: int
 
 
 class Crew:
@@ -81,7 +66,6 @@ class Crew:
         *,
         least: int,
         store: dist.Store,
-        say: Callable[[str], None],
     ) -> None:
         """Start with torch's processes as the members of the world.
 
@@ -90,10 +74,9 @@ class Crew:
             workers: torch's records of the processes.
             least: the minimum number of ranks for the run to continue.
             store: the rendezvous store, where ranks and launcher exchange messages.
-            say: prints a message of the launcher.
         """
         self._context: Any = context
-        self._workers, self._least, self._say = workers, least, say
+        self._workers, self._least = workers, least
         self._words = Words.at(store)
         self._lives = dict.fromkeys(range(len(workers)), 0)
         self._members = set(self._lives)
@@ -104,20 +87,18 @@ class Crew:
     def look(self) -> None:
         """Replace killed processes; torch's agent handles all other failures."""
         for place in sorted(self._members | self._newcomers):
-            ending = _ending(self._pid(place))
-            if ending is None:
-                continue
-            if ending.is_by_signal:
-                self._lose(place, ending.status)
-            elif not ending.status:
+            status = returncode(self._pid(place))
+            if status == 0:
                 self._words.lose(self._name(place))
                 self._members.discard(place)
+            elif status is not None and status < 0:
+                self._lose(place, signal.Signals(-status).name)
         if self._members:
             self._gather()
         else:
             self._dismiss()
 
-    def _lose(self, place: int, number: int) -> None:
+    def _lose(self, place: int, signal_name: str) -> None:
         """Start a replacement for a killed process, if at least `least` ranks are left."""
         members = self._members - {place}
         is_member = place in self._members
@@ -126,12 +107,11 @@ class Crew:
         name, pid = self._name(place), self._pid(place)
         self._words.lose(name)
         self._handlers[place].proc.wait()
-        message = f"process {place} (pid {pid}) was killed by"
-        message += f" {signal.Signals(number).name}"
+        message = f"process {place} (pid {pid}) was killed by {signal_name}"
         if is_member:
             self._members = members
             self._start(place)
-            self._say(
+            say(
                 f"{message}; {len(members)} continue, and a new process replaces it (pid"
                 f" {self._pid(place)})."
             )
@@ -139,53 +119,36 @@ class Crew:
             if self._words.waits(name):
                 self._words.take_in(name, None)
             self._forget(place)
-            self._say(f"{message} before it joined the run; it is not replaced.")
+            say(f"{message} before it joined the run; it is not replaced.")
 
     def _start(self, place: int) -> None:
-        context = self._context
+        """Start a process, which appends its output to the killed process's files."""
+        context, handler = self._context, self._handlers[place]
         self._lives[place] += 1
         Path(context.error_files[place]).unlink(missing_ok=True)
-        handler = _Follower(
-            (context.entrypoint, *map(str, context.args[place])),
-            {
-                **os.environ,
-                **context.envs[place],
-                Words.VARIABLE: f"{self._lives[place]}",
-            },
-            (context.stdouts[place], context.stderrs[place]),
-            place,
-        )
-        for stream in (self._handlers[place]._stdout, self._handlers[place]._stderr):
-            if stream is not None:
-                stream.close()
-        self._handlers[place] = handler
+        command = context.entrypoint, *map(str, context.args[place])
+        variables = {**context.envs[place], Words.VARIABLE: f"{self._lives[place]}"}
+        handler.proc = handler._popen(command, {**os.environ, **variables})
         self._workers[place].id = handler.proc.pid
         self._newcomers.add(place)
 
     def _gather(self) -> None:
         """Announce the next world when all members of the world have called `af.regroup`."""
-        number = self._number + 1
-        names = {place: self._name(place) for place in self._members | self._newcomers}
-        if not all(
-            self._words.has_come(number, names[member]) for member in self._members
-        ):
+        words, number = self._words, self._number + 1
+        if not all(words.has_come(number, self._name(m)) for m in self._members):
             return
-        waiting = {
-            newcomer
-            for newcomer in self._newcomers
-            if self._words.waits(names[newcomer])
-        }
+        waiting = {n for n in self._newcomers if words.waits(self._name(n))}
         self._members |= waiting
         self._newcomers -= waiting
         self._number = number
-        self._words.call(number, [names[member] for member in sorted(self._members)])
-        for worker in waiting:
-            self._words.take_in(names[worker], number)
+        words.call(number, [self._name(member) for member in sorted(self._members)])
+        for newcomer in waiting:
+            words.take_in(self._name(newcomer), number)
 
     def _dismiss(self) -> None:
         """After the members have finished, let torch's agent end the waiting processes."""
         for place in sorted(self._newcomers):
-            self._say(
+            say(
                 f"process {place} (pid {self._pid(place)}) had not joined the run when the"
                 " others finished, and is ended."
             )
@@ -208,65 +171,7 @@ class Crew:
         return f"{place}.{self._lives[place]}"
 
 
-class _Follower(SubprocessHandler):
-    """A replacement process, which appends its output to the killed process's files."""
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        env: dict[str, str],
-        outputs: tuple[str, str],
-        place: int,
-    ) -> None:
-        """Start the process; an empty output name means the launcher's own stream."""
-        self._stdout, self._stderr = (
-            open(output, "a") if output else None  # noqa: PTH123, SIM115 - torch closes them
-            for output in outputs
-        )
-        self.local_rank_id = place
-        self.proc = self._popen(tuple(command), env)
-
-
-def _ending(pid: int) -> _Ending | None:
-    """Return how a child process ended, without reaping it; None while it is running."""
-    try:
-        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # the process succeeded, and torch's agent reaped it
-        return _Ending(is_by_signal=False, status=0)
-    if status is None:
-        return None
-    return _Ending(status.si_code in _KILLED, status.si_status)
-
-
 _EVERY_SECONDS = 0.1
-
-
-@frozen
-class Ended:
-    """The outcome of this machine's ranks; `failures` is empty after success."""
-
-    failures: tuple[Failure, ...]
-    ranks: tuple[int, ...]
-    started: float
-    has_other_machines: bool
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code of the rank that failed first; 0 after success."""
-        return self.failures[0].exit_code if self.failures else 0
-
-    @property
-    def report(self) -> str:
-        """The report about the failures, as text."""
-        text = report(self.failures, ranks=self.ranks, start=self.started)
-        if self.has_other_machines and all(
-            failure.lost_peer for failure in self.failures
-        ):
-            text += (
-                "\nEvery rank of this machine lost its connection to another rank. The cause"
-                " is on another machine (see the report there), or in the network."
-            )
-        return text
 
 
 class Agent(LocalElasticAgent):
@@ -276,7 +181,6 @@ class Agent(LocalElasticAgent):
         self,
         spec: WorkerSpec,
         logs_specs: DefaultLogsSpecs,
-        say: Callable[[str], None],
         least: int | None = None,
     ) -> None:
         """Create an agent.
@@ -284,11 +188,9 @@ class Agent(LocalElasticAgent):
         Args:
             spec: the command, the number of ranks, and the rendezvous.
             logs_specs: which output to write to files and to show.
-            say: prints a message of the launcher.
             least: the minimum number of ranks of an elastic run; None without replacements.
         """
         super().__init__(spec, logs_specs, log_line_prefix_template=PREFIX)
-        self._say = say
         self._lines = WholeLines(sys.stdout), WholeLines(sys.stderr)
         self._started = time.time()
         self._watch: Watch | None = None
@@ -316,7 +218,6 @@ class Agent(LocalElasticAgent):
                 worker_group.workers,
                 least=self._least,
                 store=handler.store,
-                say=self._say,
             )
         return pids
 
@@ -329,20 +230,20 @@ class Agent(LocalElasticAgent):
         watch.question()
         monitor: Any = super()._monitor_workers
         result: RunResult = monitor(worker_group)
-        if result.failures or result.state is WorkerState.SUCCEEDED:
-            self._end_lines()
-        ranks = tuple(worker_group.workers[pid].global_rank for pid in watch.pids)
-        if result.failures:
-            failures = tuple(by_cause(result.failures, watch))
-            many = (worker_group.group_world_size or 1) > 1
-            self.ended = Ended(failures, ranks, self._started, many)
-            if all_left_on_signal(failures):
-                self._remaining_restarts = 0
-            elif self._remaining_restarts:
-                self._say(f"{self.ended.report}\n{self._next_attempt()}")
-                self._started = time.time()
-        elif result.state is WorkerState.SUCCEEDED:
-            self.ended = Ended((), ranks, self._started, has_other_machines=False)
+        if not result.failures and result.state is not WorkerState.SUCCEEDED:
+            return result
+        self._end_lines()
+        failures = by_cause(result.failures, watch)
+        ranks = [worker_group.workers[local].global_rank for local in watch.pids]
+        many = (worker_group.group_world_size or 1) > 1
+        self.ended = ended = Ended(failures, ranks, self._started, many)
+        if failures and ended.left_on_signal:
+            self._remaining_restarts = 0
+        elif failures and self._remaining_restarts:
+            most = self._worker_group.spec.max_restarts
+            number = most - self._remaining_restarts + 1
+            say(f"{ended.report}\nrestart {number} of {most} follows")
+            self._started = time.time()
         return result
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
@@ -359,10 +260,6 @@ class Agent(LocalElasticAgent):
         for line in self._lines:
             line.end()
 
-    def _next_attempt(self) -> str:
-        most = self._worker_group.spec.max_restarts
-        return f"restart {most - self._remaining_restarts + 1} of {most} follows"
-
     def _look(self) -> Watch | None:
         """Look for ended processes; return the watch if torch's agent should also look."""
         watch = self._watching()
@@ -376,13 +273,9 @@ class Agent(LocalElasticAgent):
     def _watching(self) -> Watch:
         """Return the `Watch` for the current processes; create it if they changed."""
         context = self._pcontext
-        if context is None:
-            msg = "torch's agent checked its ranks before it had started them."
-            raise LaunchError(msg)
-        dead = self._crew.gone if self._crew is not None else frozenset[int]()
-        pids = {
-            local: pid for local, pid in context.pids().items() if local not in dead
-        }
+        assert context is not None  # noqa: S101 - torch's agent starts its ranks first
+        gone = self._crew.gone if self._crew is not None else frozenset[int]()
+        pids = {n: pid for n, pid in context.pids().items() if n not in gone}
         if self._watch is None or self._watch.pids != pids:
             self._watch = Watch(pids, context.error_files)
         return self._watch
@@ -394,7 +287,6 @@ def run_ranks(
     *,
     log_dir: str,
     follow_all: bool,
-    say: Callable[[str], None],
 ) -> Ended:
     """Run a Python command in several processes on this machine, and wait until they end.
 
@@ -404,7 +296,6 @@ def run_ranks(
         log_dir: an empty directory, for files with the ranks' output.
         follow_all: whether this process also copies the output of the first rank; otherwise
             that rank writes to the terminal directly.
-        say: prints a message of the launcher.
 
     Raises:
         LaunchError: the machines did not connect, or lost the connection.
@@ -425,22 +316,17 @@ def run_ranks(
         monitor_interval=_EVERY_SECONDS,
         local_addr=machines.address,
     )
-    first = 0 if follow_all else 1
-    tee = dict.fromkeys(range(first, nproc), Std.ALL)
-    agent = Agent(spec, DefaultLogsSpecs(log_dir=log_dir, tee=tee), say, plan.least)
-    is_over = False
+    tee = dict.fromkeys(range(0 if follow_all else 1, nproc), Std.ALL)
+    agent = Agent(spec, DefaultLogsSpecs(log_dir=log_dir, tee=tee), plan.least)
     try:
         agent.run()
-        is_over = True
     except (dist.DistError, RendezvousError) as error:
         if agent.has_ranks:
             msg = f"lost the connection to {machines.endpoint}: {_first_line(error)}"
             raise LaunchError(msg) from error
         raise _not_met(machines, error) from error
-    finally:
-        # after a signal to this machine, other machines can still use the rendezvous
-        if is_over:
-            handler.shutdown()
+    # only now: after a signal to this machine, other machines can still use the rendezvous
+    handler.shutdown()
     if agent.ended is None:
         msg = f"the run {machines.run_id!r} at {machines.endpoint} has already ended."
         raise LaunchError(msg)

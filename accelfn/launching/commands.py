@@ -27,20 +27,12 @@ _PACKAGES = (
 )
 # prefixes of the environment variables to show; other variables may be private
 _VARIABLES = (
-    *(
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "MASTER_",
-        "ACCELFN_AXES",
-    ),
-    *("TORCH", "PYTORCH_", "GLOO_", "NCCL_", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH"),
-    *("CUBLAS_WORKSPACE", "OMP_", "MKL_", "KMP_", "SLURM_PROCID", "SLURM_LOCALID"),
-    *("SLURM_NODEID", "SLURM_NTASKS", "SLURM_STEP_", "SLURM_JOB_ID"),
-    *("SLURM_JOB_NUM_NODES", "OMPI_COMM_WORLD_", "PMI", "MPI_LOCAL"),
-    *("MV2_COMM_WORLD_",),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    *("MASTER_", "ACCELFN_AXES", "TORCH", "PYTORCH_", "GLOO_", "NCCL_", "CUDA_LAUNCH"),
+    *("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE", "OMP_", "MKL_", "KMP_", "PMI"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_STEP_"),
+    *("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "OMPI_COMM_WORLD_", "MPI_LOCAL"),
+    "MV2_COMM_WORLD_",
 )
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
 

@@ -9,31 +9,25 @@ refers to. Only this process's own children read the pickle. Results return as p
 tensors.
 """
 
-from __future__ import annotations
-
 import json
 import linecache
 import os
 import signal
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate
+from typing import Any, Concatenate
 
 import torch
 
+from accelfn import World
 from accelfn.errors import ArgumentError, LaunchError, RankFailedError, WorldError
 from accelfn.launching.machines import Plan
-from accelfn.launching.script import check_system, run_here
+from accelfn.launching.script import Ended, check_system, run_here
 from accelfn.launching.settings import MOST_PROCESSES
 from accelfn.plug import arguments, asked_size, codec, devices
 from accelfn.plug import axes as arithmetic
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from accelfn import World
-    from accelfn.launching.agent import Ended
 
 _RANK = str(Path(__file__).with_name("rank.py"))
 
@@ -161,13 +155,9 @@ def _write_call(
     except Exception as error:
         msg = f"af.launch: {fn!r} or its arguments cannot be pickled: {error}"
         raise ArgumentError(msg) from error
-    surroundings = {
-        "import_path": sys.path,
-        "options": options,
-        "sources": _sources(),
-    }
+    context = {"import_path": sys.path, "options": options, "sources": _sources()}
     (folder / "call.pickle").write_bytes(call)
-    (folder / "call.json").write_text(json.dumps(surroundings), encoding="utf-8")
+    (folder / "call.json").write_text(json.dumps(context), encoding="utf-8")
 
 
 def _sources() -> dict[str, str]:
@@ -182,14 +172,12 @@ def _sources() -> dict[str, str]:
 
 def _run(folder: Path, nproc: int) -> Ended:
     check_system()  # before imports that may fail on Windows or macOS
-    from torch.distributed.elastic.multiprocessing import (  # noqa: PLC0415  needed here only
-        SignalException,
-    )
+    from torch.distributed.elastic import multiprocessing  # noqa: PLC0415  needed here only
 
     try:
         # follow_all: a notebook shows only the output of this process, not that of rank 0
         return run_here([_RANK, str(folder)], Plan(nproc=nproc), follow_all=True)
-    except SignalException as error:
+    except multiprocessing.SignalException as error:
         signal.raise_signal(error.sigval)  # call this process's own handler
         msg = f"af.launch: received {error.sigval.name}, and ended all ranks."
         raise RankFailedError(msg) from error

@@ -6,13 +6,12 @@ address of machine 0. torch's dynamic rendezvous numbers the machines itself, an
 join and leave, but its records are pickles.
 """
 
-from __future__ import annotations
-
 import socket
 import struct
 from contextlib import closing, suppress
 from datetime import timedelta
 from ipaddress import ip_address
+from typing import Self
 
 from attrs import frozen
 from torch.distributed import DistError, PrefixStore, TCPStore
@@ -51,9 +50,8 @@ class Machines:
         is_here: whether this machine hosts the rendezvous.
     """
 
-    endpoint: str = (
-        "127.0.0.1:0"  # port 0: a free port; not the host name, which may not resolve
-    )
+    # port 0: a free port; not the host name, which may not resolve
+    endpoint: str = "127.0.0.1:0"
     run_id: str = "accelfn"
     fewest: int = 1
     most: int = 1
@@ -74,12 +72,12 @@ class Machines:
         cls,
         host: str,
         port: int,
-        *,
         counts: tuple[int, int],
         join_seconds: float,
+        *,
         rank: int | None = None,
         run_id: str = "accelfn",
-    ) -> Machines:
+    ) -> Self:
         """Create the machines of a run that connect at `host:port`.
 
         The other arguments are described at the attributes of this class; `counts` is `fewest`
@@ -180,9 +178,8 @@ def handler_of(machines: Machines) -> RendezvousHandler:
     store = None
     if machines.is_here:
         with suppress(DistError):  # another launcher here has opened the store
-            store = connection.open_store(
-                host, port, timeout, is_local=machines.most == 1
-            )
+            is_local = machines.most == 1
+            store = connection.open_store(host, port, timeout, is_local=is_local)
     if store is None:
         store = TCPStore(host, port, is_master=False, timeout=timeout)
     params = RendezvousParameters(

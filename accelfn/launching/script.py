@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    from accelfn.launching.agent import Ended
-
 _WORKER = str(Path(__file__).with_name("worker.py"))
 _ALONE = "ranks on one machine communicate over the loopback interface"
 _ASKED = "the requested axes"
@@ -44,11 +42,7 @@ _MAY_GO = "the run continues if ranks are killed, and replaces them"
 
 
 def launch_script(
-    script: str,
-    args: Sequence[str],
-    plan: Plan,
-    *,
-    module: bool = False,
+    script: str, args: Sequence[str], plan: Plan, *, module: bool = False
 ) -> int:
     """Run a script in several processes on this machine, one process per rank.
 
@@ -73,9 +67,7 @@ def launch_script(
     """
     _check(script, module=module)
     # imported here because `--help` and errors do not need torch's launcher
-    from torch.distributed.elastic.multiprocessing import (  # noqa: PLC0415
-        SignalException,
-    )
+    from torch.distributed.elastic import multiprocessing  # noqa: PLC0415
 
     # Rank 0 writes to the terminal directly, so that progress bars work. This process
     # copies the lines of the other ranks, and must not buffer them.
@@ -84,7 +76,7 @@ def launch_script(
     command = [*(["-m"] if module else []), script, *args]
     try:
         result = run_here(command, plan)
-    except SignalException as error:
+    except multiprocessing.SignalException as error:
         say(f"received {error.sigval.name}, and ended all ranks.")
         return 128 + error.sigval
     if result.failures:
@@ -136,7 +128,6 @@ def run_here(command: Sequence[str], plan: Plan, *, follow_all: bool = False) ->
             plan,
             log_dir=log_dir,
             follow_all=follow_all,
-            say=say,
         )
 
 
@@ -317,7 +308,7 @@ class Watch:
         """
         running = self._running()
         for local in self.pids.keys() - running:
-            if _status(self.pids[local]):
+            if returncode(self.pids[local]):
                 self.failed_at.setdefault(local, time.time())
         if not running:
             return True
@@ -355,20 +346,21 @@ class Watch:
         return {local: _users(text) for local, text in answers.items()}
 
     def _running(self) -> set[int]:
-        return {local for local, pid in self.pids.items() if _status(pid) is None}
+        return {local for local, pid in self.pids.items() if returncode(pid) is None}
 
 
-def _status(pid: int) -> int | None:
-    """Return the exit status or signal of a child process; None while it is running.
+def returncode(pid: int) -> int | None:
+    """Return a child process's exit code or negative signal; None while it is running.
 
     The process is not reaped: torch's agent waits for it later.
     """
-    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     try:
-        status = os.waitid(os.P_PID, pid, options)
+        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # torch's agent has already reaped it, without a failure
         return 0
-    return None if status is None else status.si_status
+    if status is None:
+        return None
+    return status.si_status * (1 if status.si_code == os.CLD_EXITED else -1)
 
 
 def _is_stopped(pid: int) -> bool:
@@ -398,7 +390,7 @@ def _users(stack: str) -> str:
     return "\n".join(frame for frame in frames if not frame.startswith(leads))
 
 
-# `Failure` and `report`: how the ranks of a run ended, in order from cause to consequence.
+# `Failure` and `Ended`: how the ranks of a run ended, in order from cause to consequence.
 
 
 # Words in an error that another rank caused: accelfn's, Gloo's and NCCL's errors.
@@ -410,14 +402,19 @@ _LOST_PEER = (
     "failed to recv, got 0 bytes",
     "ncclRemoteError",
 )
-_ABORTED = (
-    "its stack is in the output above, after 'Fatal Python error'. If the output names Gloo,"
-    " ranks were in different collectives: Gloo aborts a process that receives more data than"
-    " it expects. Call every collective on all ranks, not inside `if world.is_main`. To find"
-    " both calls, also those of wrap_ddp and wrap_fsdp, run"
-    " accelfn.testing.simulate(2, train). World.from_env(checked=True) only finds calls such as"
-    " af.mean."
-)
+_CRASHED = "its stack is in the output above, after 'Fatal Python error'"
+_WHY_SIGNALED: Mapping[int, str] = {
+    signal.SIGSTOP: "a person or a debugger stopped this process and did not continue it.",
+    signal.SIGKILL: "the system does this when memory runs out; see its log (dmesg).",
+    signal.SIGTERM: "a person or a scheduler ended this process, and no other.",
+    signal.SIGABRT: (
+        f"{_CRASHED}. If the output names Gloo, ranks were in different collectives: Gloo"
+        " aborts a process that receives more data than it expects. Call every collective on"
+        " all ranks, not inside `if world.is_main`. To find both calls, also those of wrap_ddp"
+        " and wrap_fsdp, run accelfn.testing.simulate(2, train)."
+        " World.from_env(checked=True) only finds calls such as af.mean."
+    ),
+}
 
 
 @frozen(kw_only=True)
@@ -433,9 +430,8 @@ class Failure:
     ended_by_us: bool = False  # the launcher ended the rank, because others had failed
     was_stopped: bool = False  # a signal such as SIGSTOP had stopped the process
     did_not_arrive: bool = False  # all other ranks reported that they lost a rank
-    stack: str = (
-        ""  # the stack before the launcher ended the rank, most recent call first
-    )
+    # the stack before the launcher ended the rank, most recent call first
+    stack: str = ""
 
     @classmethod
     def from_torch(cls, rank: int, failure: ProcessFailure, watch: Watch) -> Failure:
@@ -521,43 +517,65 @@ def by_cause(failures: Mapping[int, ProcessFailure], watch: Watch) -> list[Failu
     return sorted(rows, key=key)
 
 
-def all_left_on_signal(failures: Sequence[Failure]) -> bool:
-    """Return whether all ranks in `failures` exited because of a signal to the run."""
-    return failures[0].left_on_signal and all(
-        failure.left_on_signal or failure.was_told_to_end for failure in failures
-    )
+@frozen
+class Ended:
+    """The outcome of this machine's ranks.
 
-
-def report(failures: Sequence[Failure], *, ranks: Collection[int], start: float) -> str:
-    """Return the text of the report about a failed run, which starts with the cause.
-
-    Args:
-        failures: the failures, in the order of `by_cause`.
+    Attributes:
+        failures: the failures, in the order of `by_cause`; empty after success.
         ranks: the ranks of this machine.
-        start: when the run started, in seconds since 1970.
+        started: when the run started, in seconds since 1970.
+        has_other_machines: whether other machines have ranks of the run.
     """
-    first, *rest = failures
-    if all_left_on_signal(failures):
-        name = signal.Signals(first.exit_code - 128).name
-        return f"all ranks exited because of {name}, rank {first.rank} first."
-    lines = [
-        (
-            f"rank {first.rank} failed first ({first.ending}, pid {first.pid}) "
-            f"after {first.at - start:.1f} s"
-        ),
-        first.traceback.rstrip() or _why_no_traceback(first),
-    ]
-    places = {first.places, ()}
-    for failure in sorted(rest, key=lambda f: f.rank):
-        lines.append(_one_line(failure))
-        # if all ranks only lost other ranks, show the place where each of them waited
-        is_cause = first.lost_peer or not failure.lost_peer
-        if is_cause and failure.places not in places:
-            lines.append(failure.traceback.rstrip())
-            places.add(failure.places)
-    healthy = set(ranks) - {failure.rank for failure in failures}
-    lines += [f"rank {rank} had finished without an error" for rank in sorted(healthy)]
-    return "\n".join(lines)
+
+    failures: Sequence[Failure]
+    ranks: Collection[int]
+    started: float
+    has_other_machines: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the rank that failed first; 0 after success."""
+        return self.failures[0].exit_code if self.failures else 0
+
+    @property
+    def left_on_signal(self) -> bool:
+        """Whether all ranks that failed exited because of a signal to the run."""
+        return self.failures[0].left_on_signal and all(
+            failure.left_on_signal or failure.was_told_to_end
+            for failure in self.failures
+        )
+
+    @property
+    def report(self) -> str:
+        """The report about the failures, as text; it starts with the cause."""
+        first, *rest = self.failures
+        if self.left_on_signal:
+            name = signal.Signals(first.exit_code - 128).name
+            return f"all ranks exited because of {name}, rank {first.rank} first."
+        lines = [
+            (
+                f"rank {first.rank} failed first ({first.ending}, pid {first.pid}) "
+                f"after {first.at - self.started:.1f} s"
+            ),
+            first.traceback.rstrip() or _why_no_traceback(first),
+        ]
+        places = {first.places, ()}
+        for failure in sorted(rest, key=lambda f: f.rank):
+            lines.append(_one_line(failure))
+            # if all ranks only lost other ranks, show the place where each of them waited
+            is_cause = first.lost_peer or not failure.lost_peer
+            if is_cause and failure.places not in places:
+                lines.append(failure.traceback.rstrip())
+                places.add(failure.places)
+        healthy = set(self.ranks) - {failure.rank for failure in self.failures}
+        lines += [f"rank {r} had finished without an error" for r in sorted(healthy)]
+        if self.has_other_machines and all(f.lost_peer for f in self.failures):
+            lines.append(
+                "Every rank of this machine lost its connection to another rank. The cause"
+                " is on another machine (see the report there), or in the network."
+            )
+        return "\n".join(lines)
 
 
 def _one_line(failure: Failure) -> str:
@@ -574,18 +592,10 @@ def _why_no_traceback(failure: Failure) -> str:
         where = f" Its stack, most recent call first:\n{failure.stack}"
         where = where if failure.stack else ""
         return f"It had not raised an error; the launcher ended it.{where}"
-    if failure.was_stopped:
-        why = "a person or a debugger stopped this process and did not continue it."
-    elif failure.status == -signal.SIGKILL:
-        why = "the system does this when memory runs out; see its log (dmesg)."
-    elif failure.status == -signal.SIGTERM:
-        why = "a person or a scheduler ended this process, and no other."
-    elif failure.status == -signal.SIGABRT:
-        why = _ABORTED
-    elif failure.status < 0:
-        why = "its stack is in the output above, after 'Fatal Python error'."
-    else:
+    if failure.status >= 0:
         why = "the process ended itself without an exception (os._exit, C code)."
+    else:
+        why = _WHY_SIGNALED.get(-failure.status, f"{_CRASHED}.")
     return f"It left no traceback: {why}"
 
 

@@ -1,43 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tests that `accelfn test` runs on every rank: world, collectives, step, checkpoint."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from accelfn import (
-    Data,
-    TrainState,
-    World,
-    all_gather_objects,
-    all_ranks,
-    all_reduce,
-    assert_replicas_agree,
-    barrier,
-    batches,
-    broadcast_object,
-    chain,
-    load,
-    make_step,
-    print_once,
-    save,
-    shard_data,
-    wrap_ddp,
-)
+import accelfn as af
 from accelfn.errors import LawError
 from accelfn.plug import devices
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _TIMEOUT = 30.0
 _LONGEST = 110
@@ -50,16 +27,16 @@ def main(num_ranks: int) -> None:
     start = time.monotonic()
     # use the CPU if there are fewer devices than ranks, because ranks cannot share a device
     device = "cpu" if devices.count() < num_ranks else None
-    with World.from_env(timeout=_TIMEOUT, device=device) as world:
+    with af.World.from_env(timeout=_TIMEOUT, device=device) as world:
         _show("world", f"{world.size} ranks on {world.device.type}", world, start)
         for name, test in _TESTS.items():
             start = time.monotonic()
             _show(name, test(world), world, start)
 
 
-def _show(name: str, result: str, world: World, start: float) -> None:
+def _show(name: str, result: str, world: af.World, start: float) -> None:
     seconds = time.monotonic() - start
-    print_once(world, f"{name:12}{result} ({seconds:.1f} s)")
+    af.print_once(world, f"{name:12}{result} ({seconds:.1f} s)")
 
 
 def _check(holds: bool, message: str) -> None:  # noqa: FBT001 - like an assert statement
@@ -67,29 +44,29 @@ def _check(holds: bool, message: str) -> None:  # noqa: FBT001 - like an assert 
         raise LawError(message)
 
 
-def _collectives(world: World) -> str:
+def _collectives(world: af.World) -> str:
     ranks = torch.arange(world.size, device=world.device)
     rank = ranks[world.rank]
     _check(
-        int(all_reduce(rank, world, "sum")) == int(ranks.sum()),
+        int(af.all_reduce(rank, world, "sum")) == int(ranks.sum()),
         "all_reduce does not return the sum of the ranks' numbers.",
     )
     _check(
-        all_gather_objects({"rank": world.rank}, world)
+        af.all_gather_objects({"rank": world.rank}, world)
         == [{"rank": int(r)} for r in ranks],
         "all_gather_objects does not return the ranks' objects in rank order.",
     )
     return "all_reduce, all_gather_objects and barrier work"
 
 
-def _state(world: World) -> TrainState:
-    data = Data(
+def _state(world: af.World) -> af.TrainState:
+    data = af.Data(
         torch.linspace(-1, 1, 64).reshape(32, 2), global_batch_size=8, shuffle=True
     )
-    return TrainState.create(
+    return af.TrainState.create(
         model=partial(nn.Linear, 2, 1),
         optimizer=partial(torch.optim.AdamW, lr=0.1),
-        setup=chain(shard_data(), wrap_ddp()),
+        setup=af.chain(af.shard_data(), af.wrap_ddp()),
         data=data,
         world=world,
     )
@@ -99,36 +76,36 @@ def _loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return (model(batch) - 1).square().mean()
 
 
-def _training(world: World) -> str:
+def _training(world: af.World) -> str:
     state = _state(world)
     before = {name: value.clone() for name, value in state.params.items()}
-    batch = next(iter(batches(state)))
-    state, _ = make_step(_loss_fn)(state, batch)
-    assert_replicas_agree(state)
+    batch = next(iter(af.batches(state)))
+    state, _ = af.make_step(_loss_fn)(state, batch)
+    af.assert_replicas_agree(state)
     trains = any(not torch.equal(state.params[n], before[n]) for n in before)
     _check(trains, "a step with DistributedDataParallel changed no parameter.")
     return "after a step with DistributedDataParallel, all ranks have the same state"
 
 
-def _checkpoint(world: World) -> str:
+def _checkpoint(world: af.World) -> str:
     state = _state(world)
-    step = make_step(_loss_fn)
-    for batch in batches(state, until_epoch=1):
+    step = af.make_step(_loss_fn)
+    for batch in af.batches(state, until_epoch=1):
         state, _ = step(state, batch)
     with tempfile.TemporaryDirectory(prefix="accelfn-test-") as path:
-        folder = Path(broadcast_object(path, world), "checkpoint")
-        save(state, folder)
-        copy = load(_state(world), folder)
+        folder = Path(af.broadcast_object(path, world), "checkpoint")
+        af.save(state, folder)
+        copy = af.load(_state(world), folder)
         same = all(torch.equal(copy.params[n], p) for n, p in state.params.items())
         _check(
-            all_ranks(same and copy.step == state.step, world),
+            af.all_ranks(same and copy.step == state.step, world),
             "the loaded state differs from the saved state.",
         )
-        barrier(world)  # wait for all ranks before rank 0 deletes the folder
+        af.barrier(world)  # wait for all ranks before rank 0 deletes the folder
     return "the loaded state is bitwise equal to the saved state"
 
 
-_TESTS: dict[str, Callable[[World], str]] = {
+_TESTS: dict[str, Callable[[af.World], str]] = {
     "collectives": _collectives,
     "training": _training,
     "checkpoint": _checkpoint,

@@ -4,24 +4,20 @@
 The command line overrides the file, and the file overrides the defaults.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import stat
 import sys
 import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from attrs import field, frozen
 
 from accelfn.errors import ArgumentError, LaunchError
 from accelfn.launching.machines import JOIN_SECONDS, MAIN_PORT, Machines
 from accelfn.plug import arguments, axes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 # The options of `accelfn launch`: names, help texts and valid values.
 
@@ -37,11 +33,6 @@ class Kind:
 
     expects: str
     accepts: Callable[[Any], bool]
-
-    def from_text(self, text: str) -> Any:
-        """Convert a command-line word to a number, unless only the text is valid."""
-        number = _number(text)
-        return text if self.accepts(text) and not self.accepts(number) else number
 
 
 def _is_whole(value: object, least: int, most: float = float("inf")) -> bool:
@@ -187,6 +178,18 @@ def check_setting(name: str, value: Any, source: str) -> Any:
     return value
 
 
+def parse_setting(name: str, text: str, source: str) -> Any:
+    """Return a setting's value: a number, or the text if only the text is valid.
+
+    Raises:
+        LaunchError: the name is unknown, or the value is invalid.
+    """
+    value, option = _number(text), OPTIONS.get(name)
+    if option and option.kind.accepts(text) and not option.kind.accepts(value):
+        value = text
+    return check_setting(name, value, source)
+
+
 def check_axes(text: str, source: str, size: int | None) -> None:
     """Raise `LaunchError` for axes that a world of `size` ranks would reject."""
     try:
@@ -230,7 +233,7 @@ class Settings:
         file: str,
         *,
         is_whole: bool = True,
-    ) -> Settings:
+    ) -> Self:
         """Combine the settings of the command line, of a file, and the defaults.
 
         Args:
@@ -247,15 +250,14 @@ class Settings:
         for name, option in OPTIONS.items():
             text = options.get(name)
             if text is not None:
-                value = check_setting(name, option.kind.from_text(text), COMMAND_LINE)
+                value = parse_setting(name, text, COMMAND_LINE)
                 by_name[name] = Setting(value, COMMAND_LINE)
             elif name in table:
                 by_name[name] = Setting(table[name], file)
             else:
                 by_name[name] = Setting(option.default, DEFAULT)
         settings = cls(by_name)
-        settings._check_exclusive()
-        settings._check_elastic()
+        settings._check_rivals()
         if is_whole:
             settings._check_whole()
         return settings
@@ -267,34 +269,16 @@ class Settings:
     def _names_set(self, names: tuple[str, ...]) -> list[str]:
         return [name for name in names if self[name] is not None]
 
-    def _check_exclusive(self) -> None:
-        """Raise if both numbered machines and a dynamic rendezvous are set."""
-        static, dynamic = self._names_set(NUMBERED), self._names_set(DYNAMIC)
-        if static and dynamic:
+    def _check_rivals(self) -> None:
+        """Raise if settings exclude each other."""
+        numbered, dynamic = self._names_set(NUMBERED), self._names_set(DYNAMIC)
+        if numbered and dynamic:
             msg = (
-                f"{_join_flags(static)} cannot be used with {_join_flags(dynamic)}: either you"
-                " number the machines, or the rendezvous numbers them."
+                f"{_join_flags(numbered)} cannot be used with {_join_flags(dynamic)}: either"
+                " you number the machines, or the rendezvous numbers them."
             )
             raise LaunchError(msg)
-
-    def _check_whole(self) -> None:
-        """Raise if settings are missing, or have no effect."""
-        static, dynamic = self._names_set(NUMBERED), self._names_set(DYNAMIC)
-        count = self["num_machines"]
-        if dynamic:
-            self._require(dynamic, ("rdzv_endpoint", "rdzv_id"))
-        elif isinstance(count, str):
-            msg = f"--num-machines {count} also needs --rdzv-endpoint."
-            raise LaunchError(msg)
-        elif count > 1:
-            self._require(static, ("machine_rank", "main_address"))
-        elif static and self.by_name["num_machines"].source == DEFAULT:
-            msg = f"{_join_flags(static)} needs --num-machines; add it."
-            raise LaunchError(msg)
-
-    def _check_elastic(self) -> None:
-        """Raise if `--elastic` is set together with settings that exclude it."""
-        rivals = ("nproc", "num_machines", "max_restarts", "axes", *NUMBERED, *DYNAMIC)
+        rivals = [name for name in OPTIONS if name not in ("elastic", "join_timeout")]
         names = [name for name in rivals if self[name] != OPTIONS[name].default]
         if self["elastic"] is not None and names:
             msg = (
@@ -302,6 +286,25 @@ class Settings:
                 " MAX processes on one machine, without axes, and replaces killed processes"
                 " instead of restarting all ranks."
             )
+            raise LaunchError(msg)
+
+    def _check_whole(self) -> None:
+        """Raise if settings are missing, or have no effect."""
+        numbered, dynamic = self._names_set(NUMBERED), self._names_set(DYNAMIC)
+        count = self["num_machines"]
+        needed: tuple[str, ...] = ()
+        if dynamic:
+            needed = DYNAMIC
+        elif isinstance(count, str):
+            needed = ("rdzv_endpoint",)
+        elif count > 1:
+            needed = ("machine_rank", "main_address")
+        elif numbered and self.by_name["num_machines"].source == DEFAULT:
+            needed = ("num_machines",)
+        missing = [name for name in needed if name not in numbered + dynamic]
+        if missing:
+            flags = _join_flags(dynamic or numbered or ["num_machines"])
+            msg = f"{flags} needs {_join_flags(missing)} too."
             raise LaunchError(msg)
 
     @property
@@ -312,50 +315,29 @@ class Settings:
         least, most = self["elastic"].split(":")
         return int(least), int(most)
 
-    def _require(self, flags: list[str], names: tuple[str, ...]) -> None:
-        missing = [name for name in names if name not in flags]
-        if missing:
-            why = (
-                _join_flags(flags)
-                if flags
-                else f"--num-machines {self['num_machines']}"
-            )
-            msg = f"{why} needs {_join_flags(missing)} too."
-            raise LaunchError(msg)
-
     def machines(self) -> Machines:
         """Return the machines of this launch, and the address where they connect.
 
         Raises:
             LaunchError: the machine's number or an address is not valid.
         """
-        count = self["num_machines"]
+        count, join_seconds = self["num_machines"], self["join_timeout"]
         if self["rdzv_endpoint"] is not None:
             fewest, _, most = str(count).rpartition(":")
+            counts = int(fewest or most), int(most)
             host, _, port = self["rdzv_endpoint"].rpartition(":")
             return Machines.meeting_at(
-                host,
-                int(port),
-                counts=(int(fewest or most), int(most)),
-                join_seconds=self["join_timeout"],
-                run_id=self["rdzv_id"],
+                host, int(port), counts, join_seconds, run_id=self["rdzv_id"]
             )
-        if (self["machine_rank"] or 0) >= count:
-            msg = (
-                f"--machine-rank is {self['machine_rank']}; with {count} machines, expected 0"
-                f" to {count - 1}."
-            )
+        rank = self["machine_rank"] or 0
+        if rank >= count:
+            msg = f"--machine-rank is {rank}; with {count} machines, expected 0 to {count - 1}."
             raise LaunchError(msg)
         address, port = self["main_address"], self["main_port"]
         if count == 1 and address is None and port is None:
             return Machines()
-        return Machines.meeting_at(
-            address or "127.0.0.1",
-            port or (0 if count == 1 else MAIN_PORT),
-            counts=(count, count),
-            join_seconds=self["join_timeout"],
-            rank=self["machine_rank"] or 0,
-        )
+        host, port = address or "127.0.0.1", port or (0 if count == 1 else MAIN_PORT)
+        return Machines.meeting_at(host, port, (count, count), join_seconds, rank=rank)
 
     def axes_of(self, size: int | None) -> str | None:
         """Return the axes of the ranks as text, such as "dp_shard=4"; None without axes.
@@ -391,7 +373,6 @@ def _join_flags(names: list[str]) -> str:
 FILE = "accelfn.toml"
 TABLE = "launch"
 _MOST_BYTES, _DEEPEST = 2**16, 100
-_MEETS = ("main_address", "rdzv_endpoint")
 
 
 def find(named: str | None) -> Path | None:
@@ -428,20 +409,16 @@ def read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         msg = f"{file} cannot be read: {error}."
         raise LaunchError(msg) from error
-    for name, table in tables.items():
-        if name == TABLE and not isinstance(table, dict):
-            msg = (
-                f"{file} has {TABLE!r}, which must be a table: a line [{TABLE}], and"
-                " settings below it."
-            )
-            raise LaunchError(msg)
-        if name != TABLE:
-            hint = f" Write it below [{TABLE}]." if name in OPTIONS else ""
-            hint = hint or suggest_name(name, [TABLE])
-            msg = f"{file} has {name!r:.80}, which accelfn does not know.{hint}"
-            raise LaunchError(msg)
-    settings: dict[str, Any] = tables.get(TABLE, {})
-    named = [name for name in _MEETS if name in settings]
+    settings: Any = tables.pop(TABLE, {})
+    for name in tables:
+        below = f" Write it below [{TABLE}]." if name in OPTIONS else ""
+        hint = below or suggest_name(name, [TABLE])
+        msg = f"{file} has {name!r:.80}, which accelfn does not know.{hint}"
+        raise LaunchError(msg)
+    if not isinstance(settings, dict):
+        msg = f"{file} has {TABLE!r}, which must be a table: a line [{TABLE}] and settings below."
+        raise LaunchError(msg)
+    named = [name for name in ("main_address", "rdzv_endpoint") if name in settings]
     if named and (about.st_uid != os.getuid() or about.st_mode & stat.S_IWOTH):
         msg = (
             f"{file} sets {named[0]!r}, and another user owns the file or can write to it. That"
@@ -449,9 +426,7 @@ def read(file: Path) -> dict[str, Any]:
             " copy: accelfn launch --config COPY."
         )
         raise LaunchError(msg)
-    return {
-        name: check_setting(name, value, str(file)) for name, value in settings.items()
-    }
+    return {n: check_setting(n, value, str(file)) for n, value in settings.items()}
 
 
 def _decode_bounded(data: bytes) -> str:
@@ -504,7 +479,7 @@ def configure(
         _assign(table, assignment)
     if not assignments and not default:
         for name in _questions(table):
-            _answer(table, name, ask or _terminal())
+            _answer(table, name, ask or _ask_on_terminal)
     Settings.of({}, table, str(file), is_whole=False)
     in_order = {name: table[name] for name in OPTIONS if name in table}
     text = file.read_text(encoding="utf-8") if arguments.is_file(file) else ""
@@ -541,10 +516,8 @@ def _assign(table: dict[str, Any], text: str) -> None:
     name = name.strip().replace("-", "_")
     if name in OPTIONS and not value:
         table.pop(name, None)
-        return
-    kind = OPTIONS[name].kind if name in OPTIONS else None
-    setting = value if kind is None else kind.from_text(value)
-    table[name] = check_setting(name, setting, "--set")
+    else:
+        table[name] = parse_setting(name, value, "--set")
 
 
 def _questions(table: dict[str, Any]) -> Iterator[str]:
@@ -570,7 +543,7 @@ def _answer(table: dict[str, Any], name: str, ask: Callable[[str], str]) -> None
         text = ask(f"{name}: {option.help} [{default}] ").strip()
         try:
             if text:
-                current = check_setting(name, option.kind.from_text(text), "the answer")
+                current = parse_setting(name, text, "the answer")
         except LaunchError as error:
             sys.stderr.write(f"{error}\n")
             continue
@@ -579,7 +552,7 @@ def _answer(table: dict[str, Any], name: str, ask: Callable[[str], str]) -> None
         return
 
 
-def _terminal() -> Callable[[str], str]:
+def _ask_on_terminal(question: str) -> str:
     if not sys.stdin.isatty():
         msg = (
             "accelfn config needs a terminal to ask its questions. Without a terminal, pass"
@@ -587,11 +560,8 @@ def _terminal() -> Callable[[str], str]:
         )
         raise LaunchError(msg)
 
-    def ask(question: str) -> str:
-        try:
-            return input(question)
-        except EOFError:
-            msg = "the input ended before the last answer; nothing was written."
-            raise LaunchError(msg) from None
-
-    return ask
+    try:
+        return input(question)
+    except EOFError:
+        msg = "the input ended before the last answer; nothing was written."
+        raise LaunchError(msg) from None

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from tests.internals import Ended, by_cause, report
+from tests.internals import Ended, by_cause
 from tests.laws.disks import lent
 
 
@@ -125,7 +125,7 @@ def test_the_cause_of_a_failure_comes_first(ends: dict[int, End], others: bool) 
         assert times == sorted(times)
     assert left == []
     first = found[0]
-    text = report(found, ranks=list(ends), start=0.0)
+    text = Ended(found, [*ends], 0.0).report
     assert text.startswith(f"rank {first.rank} failed first (")
     end = ends[first.rank]
     said = {
@@ -155,7 +155,7 @@ def test_the_cause_of_a_failure_comes_first(ends: dict[int, End], others: bool) 
     for place in (1, 2):
         line = f'  File "train.py", line {place}'
         assert lines.count(line) == (place in places)
-    ended = Ended(tuple(found), tuple(ends), 0.0, others)
+    ended = Ended(found, [*ends], 0.0, others)
     codes = {"killed": 137, "stopped": 128 + signal.SIGSTOP, "exited": 7}
     assert ended.exit_code == {**codes, "went on": 143}.get(end.how, 1)
     elsewhere = others and all(e.how == "lost" for e in failed.values())

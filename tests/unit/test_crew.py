@@ -22,7 +22,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from tests.internals import Agent, Crew, Words, _Ending, agent, script
+from tests.internals import Agent, Crew, Words, agent, script
 
 SIZE = 3
 GOES_ON = ["sleep", "60"]
@@ -40,7 +40,8 @@ def running(directory: Path) -> Iterator[tuple[Agent, Any, list[str]]]:
     said: list[str] = []
     handlers = {
         place: SimpleNamespace(
-            proc=subprocess.Popen(GOES_ON), _stdout=None, _stderr=None
+            proc=subprocess.Popen(GOES_ON),
+            _popen=lambda command, env: subprocess.Popen(command, env=env),
         )
         for place in range(SIZE)
     }
@@ -50,8 +51,6 @@ def running(directory: Path) -> Iterator[tuple[Agent, Any, list[str]]]:
         entrypoint=GOES_ON[0],
         args=dict.fromkeys(range(SIZE), tuple(GOES_ON[1:])),
         envs={place: dict[str, str]() for place in range(SIZE)},
-        stdouts=dict.fromkeys(range(SIZE), ""),
-        stderrs=dict.fromkeys(range(SIZE), ""),
         error_files={place: f"{directory}/{place}" for place in range(SIZE)},
         _running_local_ranks=set(range(SIZE)),
     )
@@ -61,15 +60,14 @@ def running(directory: Path) -> Iterator[tuple[Agent, Any, list[str]]]:
         entrypoint=sys.executable,
         rdzv_handler=mock.Mock(),
     )
-    agent = Agent(spec, DefaultLogsSpecs(), said.append, least=1)
-    workers = agent._worker_group.workers
+    ours = Agent(spec, DefaultLogsSpecs(), least=1)
     started: Any = context
-    agent._pcontext = started
-    agent._crew = Crew(
-        started, workers, least=1, store=dist.HashStore(), say=said.append
-    )
+    ours._pcontext = started
+    workers = ours._worker_group.workers
+    ours._crew = Crew(started, workers, least=1, store=dist.HashStore())
     try:
-        yield agent, context, said
+        with mock.patch.object(agent, "say", said.append):
+            yield ours, context, said
     finally:
         for each in handlers.values():
             each.proc.kill()
@@ -125,15 +123,11 @@ class Run:
     """Processes of an elastic run that are numbers here, and what their launcher made of it."""
 
     def __init__(self, directory: Path, least: int) -> None:
-        self.ends: dict[int, Any] = {}
+        self.ends: dict[int, int] = {}
         self.envs: list[dict[str, str]] = []
         self.said: list[str] = []
         self.handlers = {
-            place: SimpleNamespace(
-                proc=mock.Mock(pid=100 + place),
-                _stdout=(directory / f"out-{place}").open("w"),
-                _stderr=None,
-            )
+            place: SimpleNamespace(proc=mock.Mock(pid=100 + place), _popen=self.popen)
             for place in range(SIZE)
         }
         self.running = set(range(SIZE))
@@ -144,14 +138,10 @@ class Run:
             entrypoint="python",
             args=dict.fromkeys(range(SIZE), ("train.py",)),
             envs={place: {"RANK": f"{place}"} for place in range(SIZE)},
-            stdouts={place: f"{directory}/out-{place}" for place in range(SIZE)},
-            stderrs=dict.fromkeys(range(SIZE), ""),
             error_files={place: f"{directory}/error-{place}" for place in range(SIZE)},
             _running_local_ranks=self.running,
         )
-        self.crew = Crew(
-            context, self.workers, least=least, store=store, say=self.said.append
-        )
+        self.crew = Crew(context, self.workers, least=least, store=store)
 
     def popen(self, _command: object, env: dict[str, str]) -> Any:
         """Start a process: the next number."""
@@ -162,7 +152,7 @@ class Run:
         """Let processes end, one after the other, and the launcher look."""
         for place in places:
             pid = self.handlers[place].proc.pid
-            self.ends[pid] = _Ending(bool(by_signal), by_signal or code)
+            self.ends[pid] = -by_signal or code
             self.crew.look()
 
     def come(self, number: int, *names: str) -> None:
@@ -175,14 +165,12 @@ class Run:
 @pytest.fixture
 def run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Iterator[Run]:
+) -> Run:
     """Return a run of which so many ranks may be left, by default one."""
     made = Run(tmp_path, getattr(request, "param", 1))
-    monkeypatch.setattr(agent, "_ending", made.ends.get)
-    monkeypatch.setattr(agent._Follower, "_popen", made.popen)
-    yield made
-    for each in made.handlers.values():
-        each._stdout.close()
+    monkeypatch.setattr(agent, "returncode", made.ends.get)
+    monkeypatch.setattr(agent, "say", made.said.append)
+    return made
 
 
 @pytest.mark.parametrize("run", range(1, SIZE + 1), indirect=True)
@@ -197,13 +185,10 @@ def test_where_too_few_would_be_left_torch_ends_the_run(run):
 
 
 def test_who_takes_a_place_is_told_who_it_is(run):
-    """It has its rank's variables and how often one was started; its words follow the others'."""
+    """It has its rank's variables and how often one was started."""
     for pid, times in ((201, "1"), (202, "2")):
-        before = run.handlers[1]._stdout
-        print("what it had said", file=before, flush=True)
         run.end(1, by_signal=signal.SIGKILL)
         if times == "1":
-            assert before.closed
             assert "pid 101) was killed by SIGKILL; 2 continue, and" in run.said[0]
             assert run.said[0].endswith(f"replaces it (pid {pid}).")
             assert (run.workers[1].id, run.handlers[1].proc.pid) == (pid, pid)
@@ -212,8 +197,6 @@ def test_who_takes_a_place_is_told_who_it_is(run):
             run.come(1, "0.0", "2.0")
         else:  # it had been let in, so another one may follow
             assert (run.workers[1].id, run.envs[1]["ACCELFN_ELASTIC"]) == (pid, times)
-    said = Path(run.handlers[1]._stdout.name).read_text()
-    assert said == "what it had said\n" * 2
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.internals import Failure, all_left_on_signal, by_cause, report
+from tests.internals import Ended, Failure, by_cause
 
 LEFT = {"error": "SystemExit: 143", "status": 143}
 INTERRUPTED = {"error": "SystemExit: 130", "status": 130}
@@ -40,7 +40,7 @@ def test_ranks_that_were_asked_to_end_have_left(how, all_left):
         Failure(rank=rank, pid=100 + rank, at=float(rank), traceback="", **each)
         for rank, each in enumerate(how)
     ]
-    assert all_left_on_signal(failures) == all_left
+    assert Ended(failures, [], 0.0).left_on_signal == all_left
 
 
 def ended(rank: int, status: int, error: str, at: float) -> Any:
@@ -118,7 +118,7 @@ def failure(rank: int, status: int, **told: Any) -> Failure:
 )
 def test_what_a_rank_without_a_traceback_may_have_met(how, ending, why):
     """How it ended is told with what ends a process so, and with no other cause."""
-    told = report([how], ranks=[0, 1], start=1.5) + "\n"
+    told = Ended([how], [0, 1], 1.5).report + "\n"
     assert told.startswith(f"rank 1 failed first ({ending}, pid 101) after 2.5 s\n")
     assert why in told
     assert told.endswith("\nrank 0 had finished without an error\n")
@@ -131,7 +131,7 @@ def test_ranks_that_all_left_are_no_failure(name):
     """The signal is named, and who was the first, in one line."""
     status = 128 + signal.Signals[name]
     left = [failure(r, status, error=f"SystemExit: {status}") for r in (2, 0)]
-    told = report(left, ranks=[0, 1, 2], start=1.0)
+    told = Ended(left, [0, 1, 2], 1.0).report
     assert told == f"all ranks exited because of {name}, rank 2 first."
 
 
@@ -139,7 +139,7 @@ def test_ranks_after_the_first_are_told_in_a_line_each():
     """By rank: what each raised, that it was ended, or how it ended; and no trace twice."""
     trace = 'Traceback:\n  File "train.py", line 3, in run\nValueError: boom'
     other = trace.replace("line 3", "line 4")
-    told = report(
+    told = Ended(
         [
             failure(3, 1, error="ValueError: boom\nmore", traceback=trace),
             failure(4, -signal.SIGTERM),
@@ -147,9 +147,9 @@ def test_ranks_after_the_first_are_told_in_a_line_each():
             failure(1, 1, error="ValueError: boom", traceback=trace),
             failure(0, 1, error="ValueError: boom", traceback=other),
         ],
-        ranks=range(6),
-        start=1.0,
-    )
+        range(6),
+        1.0,
+    ).report
     assert told.splitlines() == [
         "rank 3 failed first (exit code 1, pid 103) after 5.0 s",
         *trace.splitlines(),
@@ -167,13 +167,13 @@ def test_whose_trace_is_shown_beside_a_lost_peer():
     lost = 'Traceback:\n  File "a.py", line 1, in run\nPeerFailedError: rank 1'
     boom = 'Traceback:\n  File "b.py", line 2, in run\nValueError: boom'
     for first, is_shown in ((boom, False), (lost.replace("a.py", "c.py"), True)):
-        told = report(
+        told = Ended(
             [
                 failure(1, 1, error="first", traceback=first),
                 failure(0, 1, error="second", traceback=lost),
             ],
-            ranks=[0, 1],
-            start=0.0,
-        )
+            [0, 1],
+            0.0,
+        ).report
         assert (lost in told) == is_shown
         assert "rank 0 followed: second" in told

@@ -19,13 +19,13 @@ import accelfn as af
 from accelfn.errors import CheckpointError
 from accelfn.testing import assert_states_equal, simulate
 from tests.internals import (
+    Ended,
     Failure,
     _port_of_job,
     best_of,
     commit,
     few_bits,
     manifest,
-    report,
     script,
     token_budget,
     tree,
@@ -120,7 +120,7 @@ def test_an_error_of_several_lines_is_told_by_its_first():
         Failure(rank=rank, pid=1, status=1, at=float(rank), error=lines, traceback="")
         for rank in range(2)
     ]
-    said = report(failed, ranks=range(2), start=0.0)
+    said = Ended(failed, range(2), 0.0).report
     assert "rank 1 followed: ValueError: it is wrong" in said.splitlines()
 
 

@@ -45,18 +45,14 @@ def test_machines_that_meet_on_the_loopback_listen_there_alone(how, monkeypatch)
     monkeypatch.setattr(pickle, "loads", lambda _: pytest.fail("a pickle is read"))
     port, seconds = free_port(), 30.0
     if how == "dynamic":
-        machines = Machines.meeting_at(
-            "127.0.0.1", port, counts=(1, 2), join_seconds=seconds
-        )
+        machines = Machines.meeting_at("127.0.0.1", port, (1, 2), seconds)
         kept = [
             handler_of(machines) for _ in range(2)
         ]  # the second one joins the first
     else:
         kept = [
             handler_of(
-                Machines.meeting_at(
-                    "127.0.0.1", port, counts=(2, 2), rank=rank, join_seconds=seconds
-                )
+                Machines.meeting_at("127.0.0.1", port, (2, 2), seconds, rank=rank)
             )
             for rank in range(2)
         ]
@@ -77,9 +73,7 @@ def test_machines_that_meet_on_the_loopback_listen_there_alone(how, monkeypatch)
 @pytest.mark.slow
 def test_the_fewest_machines_begin_before_they_give_up():
     """They wait for more no longer than they wait at all, and not torch's half minute."""
-    machines = Machines.meeting_at(
-        "127.0.0.1", free_port(), counts=(1, 2), join_seconds=10
-    )
+    machines = Machines.meeting_at("127.0.0.1", free_port(), (1, 2), 10)
     handler = handler_of(machines)
     try:
         found = handler.next_rendezvous()

@@ -34,7 +34,7 @@ def watched(*commands: list[str]) -> Iterator[tuple[Watch, list[subprocess.Popen
 
 def has_ended(watching: Watch, local: int) -> bool:
     """Whether a process has, be it well or not."""
-    return script._status(watching.pids[local]) is not None
+    return script.returncode(watching.pids[local]) is not None
 
 
 def test_ranks_may_follow_one_that_failed_for_a_while(monkeypatch):
