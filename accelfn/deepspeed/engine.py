@@ -571,11 +571,8 @@ class Zero:
 
     def begin(self) -> None:
         """Start an update."""
-        if self.stage == 3:
-            self._course.begin()
-        else:
-            for turns in self._turns:
-                turns.begin()
+        for order in self._orders:
+            order.begin()
 
     def align(self, names: Mapping[int, str]) -> None:
         """Install hooks that keep collectives in the same order on all ranks.
@@ -589,17 +586,18 @@ class Zero:
                 module: named.get(name, repr(name.removeprefix("module.")))
                 for name, module in self._engine.module.named_modules()
             }
-            self._course = ModuleOrder(self._ranks)
+            course = ModuleOrder(self._ranks)
+            self._orders: Sequence[ModuleOrder | ReduceOrder] = [course]
             check_module_order(
                 self._optimizer,
-                self._course,
+                course,
                 names,
                 modules,
                 stay=lambda: self._coalesces,
                 when_all_came=self._tell_all_came,
             )
         else:
-            self._turns = order_reductions(
+            self._orders = order_reductions(
                 self._optimizer, self._ranks, self._come_listed, self._tell_all_came
             )
             if collectives.carries(self._ranks.group, self.flats[0].device):

@@ -6,7 +6,8 @@ which the optimizer updates. Other transforms and checkpoints expect the same va
 name, sharded by rows.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import attrs
@@ -42,6 +43,14 @@ def cut_of(run: Run, within: Run) -> Run:
 def evenly(count: int, part: int, ranks: int) -> list[Run]:
     """Return each rank's run (range of elements), if runs of `part` elements cover `count`."""
     return [cut_of((r * part, (r + 1) * part), (0, count)) for r in range(ranks)]
+
+
+def row_runs(shape: torch.Size, ranks: int, *, is_cut: bool) -> list[Run]:
+    """Return each rank's run in a state: its rows if they are sharded, or all elements."""
+    if not is_cut:
+        return [(0, shape.numel())] * ranks
+    rows = -(-shape[0] // ranks)
+    return evenly(shape.numel(), rows * shape[1:].numel(), ranks)
 
 
 def redistribute(
@@ -146,19 +155,12 @@ class Flats:
     device: torch.device
     layout: Layout
     ranks: World
-    rows: Runs = attrs.field(init=False)
 
-    @rows.default  # pyright: ignore[reportAttributeAccessIssue, reportUntypedFunctionDecorator]
-    def _rows(self) -> Runs:
-        return {name: self._rows_of(name) for name in self.places}
-
-    def _rows_of(self, name: str) -> list[Run]:
-        """Return each rank's run (range of elements) in a state: its rows, or all elements."""
-        shape, ranks = self.layout.shapes[name], self.ranks.size
-        if name not in self.layout.cuts:
-            return [(0, shape.numel())] * ranks
-        rows = -(-shape[0] // ranks)
-        return evenly(shape.numel(), rows * (shape.numel() // shape[0]), ranks)
+    @cached_property
+    def rows(self) -> Runs:
+        """By parameter name: the run of each rank in a state."""
+        shapes, cuts, ranks = self.layout.shapes, self.layout.cuts, self.ranks.size
+        return {n: row_runs(shapes[n], ranks, is_cut=n in cuts) for n in self.places}
 
     @property
     def cuts(self) -> Runs:
@@ -213,32 +215,89 @@ class Flats:
         return flats
 
 
-class _Read:
-    """Values that were converted from flat tensors; detects later in-place writes to them."""
+class Flat(Mapping[str, Any]):
+    """A field of a state in flat tensors, converted to rows by parameter name when read.
 
-    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Remember the values, and how often each of them was written."""
-        self._values = values
-        self._versions = self._count_writes()
+    Attributes:
+        where: where trained parameters are in the flat tensors.
+        held: the flat tensors by index, which a step changes in place. For optimizer state, the
+            optimizer's entries, by the key of a flat tensor or group, or by the name of a frozen
+            parameter.
+    """
+
+    def __init__(
+        self,
+        field: str,
+        where: Flats,
+        held: Mapping[Any, Any],
+        *,
+        kept: Mapping[str, Any],
+        names: Iterable[str],
+        convert: Callable[[], dict[str, Any]],
+    ) -> None:
+        """Create the mapping.
+
+        Args:
+            field: the name of the field, for errors.
+            where: where trained parameters are in the flat tensors.
+            held: becomes the attribute `held`.
+            kept: the values that are not converted, such as frozen parameters, by name.
+            names: all names, in order.
+            convert: converts the other values; a collective.
+        """
+        self._field, self._kept, self._names = field, kept, tuple(names)
+        self.where, self.held, self._convert = where, held, convert
+        self._rows: dict[str, Any] | None = None
+        self._versions: dict[str, int] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a value; the first read converts all values, which is a collective."""
+        if name in self._kept:
+            return self._kept[name]
+        if self._rows is None:
+            with torch.no_grad():
+                self._rows = self._convert()
+            self._versions = self._count_writes()
+        return self._rows[name]
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether a value has this name; this does not convert values."""
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        """Return the number of names."""
+        return len(self._names)
+
+    def mark_changed(self) -> None:
+        """Drop converted values after a step changed the flat tensors."""
+        self._rows = None
 
     def _count_writes(self) -> dict[str, int]:
+        """Return how often the tensors of each converted value were written in place."""
         # a write to a DTensor increments the DTensor's version; a write to the local shard
         # increments the shard's version
-        return {n: v._version + tree.local(v)._version for n, v in self._values.items()}
+        return {
+            name: sum(
+                t._version + tree.local(t)._version for t in tree.tensor_leaves(row)
+            )
+            for name, row in (self._rows or {}).items()
+        }
 
-    def check(self, field: str) -> None:
-        """Check that no value was written in place: flat tensors do not change with it.
+    def check_read(self) -> None:
+        """Check that no converted value was written in place: flat tensors do not change with it.
 
         Raises:
             StateError: a value was written in place.
         """
         now = self._count_writes()
-        names = [
-            name for name, version in now.items() if version != self._versions[name]
-        ]
+        names = [name for name in now if now[name] != self._versions[name]]
         if names:
             msg = (
-                f"state.{field}: {', '.join(names[:5])} were changed in place. Under"
+                f"state.{self._field}: {', '.join(names[:5])} were changed in place. Under"
                 " af.wrap_deepspeed these tensors are copies, so DeepSpeed would not see the"
                 " change. Use state = state.with_params(...), or change the state before its"
                 " first step."
@@ -246,141 +305,44 @@ class _Read:
             raise StateError(msg)
 
 
-class FlatParams(Mapping[str, torch.Tensor]):
-    """A state's parameters in flat tensors, converted to rows when read.
-
-    Attributes:
-        flats: the flat tensors, which a step changes in place.
-        kept: the state's frozen parameters.
-    """
-
-    def __init__(
-        self,
-        order: Iterable[str],
-        where: Flats,
-        flats: Mapping[int, torch.Tensor],
-        frozen: Mapping[str, torch.Tensor],
-    ) -> None:
-        """Create the mapping.
-
-        Args:
-            order: the names of all parameters, in the order of the model.
-            where: where trained parameters are in the flat tensors.
-            flats: the flat tensors, by index.
-            frozen: the frozen parameters, by name.
-        """
-        self._order, self.where = tuple(order), where
-        self.flats, self.kept = flats, frozen
-        self._rows: dict[str, torch.Tensor] | None = None
-        self._read = _Read({})
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a parameter; the first read converts all of them, which is a collective."""
-        if name in self.kept:
-            return self.kept[name]
-        if self._rows is None:
-            with torch.no_grad():
-                self._rows = self.where.read(self.flats)
-            self._read = _Read(self._rows)
-        return self._rows[name]
-
-    def __contains__(self, name: object) -> bool:
-        """Return whether a parameter has this name; this does not convert values."""
-        return name in self._order
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names."""
-        return iter(self._order)
-
-    def __len__(self) -> int:
-        """Return the number of parameters."""
-        return len(self._order)
-
-    def mark_changed(self) -> None:
-        """Drop converted values after a step changed the flat tensors."""
-        self._rows, self._read = None, _Read({})
-
-    def check_read(self) -> None:
-        """Raise if a converted value was written in place."""
-        self._read.check("params")
+def flat_params(
+    names: Iterable[str],
+    where: Flats,
+    flats: Mapping[int, torch.Tensor],
+    frozen: Mapping[str, torch.Tensor],
+) -> Flat:
+    """Return a state's parameters in flat tensors; `names` are those of all parameters."""
+    convert = partial(where.read, flats)
+    return Flat("params", where, flats, kept=frozen, names=names, convert=convert)
 
 
-class FlatOptState(Mapping[str, dict[str, Any]]):
-    """A state's optimizer state in flat tensors; see `FlatParams`.
+def flat_opt_state(where: Flats, state: OptState) -> Flat:
+    """Return a state's optimizer state in flat tensors, whose entries are `state`."""
+    keys = [flat_key(i) for i in range(len(where.sizes))]
+    names = [n for i, key in enumerate(keys) if key in state for n in where.names_of(i)]
+    others = {key: entry for key, entry in state.items() if key not in keys}
+    convert = partial(_read_entries, where, state, names)
+    return Flat(
+        "opt_state", where, state, kept=others, names=(*names, *others), convert=convert
+    )
 
-    Attributes:
-        held: the optimizer's entries, by the key of a flat tensor or group, or by the name of a
-            frozen parameter.
-    """
 
-    def __init__(self, where: Flats, state: OptState) -> None:
-        """Create the mapping; `state` becomes the attribute `held`."""
-        self.where, self.held = where, state
-        self._rows: OptState | None = None
-        self._read = _Read({})
-        flats = {flat_key(i): i for i in range(len(where.sizes))}
-        self._names = [
-            name
-            for key, i in flats.items()
-            if key in state
-            for name in where.names_of(i)
-        ]
-        self._others = {key: entry for key, entry in state.items() if key not in flats}
-
-    def __getitem__(self, name: str) -> dict[str, Any]:
-        """Return an entry; the first read converts all entries, which is a collective."""
-        if name in self._others:
-            return self._others[name]
-        if self._rows is None:
-            with torch.no_grad():
-                self._rows = self._read_entries()
-            self._read = _Read(
-                {
-                    f"{name}.{key}": value
-                    for name, entry in self._rows.items()
-                    for key, value in entry.items()
-                    if isinstance(value, torch.Tensor)
-                }
-            )
-        return self._rows[name]
-
-    def __contains__(self, name: object) -> bool:
-        """Return whether an entry has this name; this does not convert values."""
-        return name in self._names or name in self._others
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names."""
-        return iter((*self._names, *self._others))
-
-    def __len__(self) -> int:
-        """Return the number of entries."""
-        return len(self._names) + len(self._others)
-
-    def mark_changed(self) -> None:
-        """Drop converted values after a step changed the flat tensors."""
-        self._rows, self._read = None, _Read({})
-
-    def check_read(self) -> None:
-        """Raise if a converted value was written in place."""
-        self._read.check("opt_state")
-
-    def _read_entries(self) -> OptState:
-        """Convert the entries of flat tensors to entries by parameter name."""
-        where, rows = self.where, {name: dict[str, Any]() for name in self._names}
-        by_key: dict[str, dict[int, torch.Tensor]] = {}
-        for i, size in enumerate(where.sizes):
-            for key, value in self.held.get(flat_key(i), {}).items():
-                if is_flat(value, size):
-                    by_key.setdefault(key, {})[i] = value
-                    continue
-                # a value that is not elementwise, such as a count: copy it for each parameter
-                for name in where.names_of(i):
-                    is_tensor = isinstance(value, torch.Tensor)
-                    rows[name][key] = value.clone() if is_tensor else value
-        for key in sorted(by_key):
-            for name, value in where.read(by_key[key]).items():
-                rows[name][key] = value
-        return rows
+def _read_entries(where: Flats, state: OptState, names: Iterable[str]) -> OptState:
+    """Convert the entries of flat tensors to entries by parameter name; a collective."""
+    rows = {name: dict[str, Any]() for name in names}
+    by_key: dict[str, dict[int, torch.Tensor]] = {}
+    for i, size in enumerate(where.sizes):
+        for key, value in state.get(flat_key(i), {}).items():
+            if is_flat(value, size):
+                by_key.setdefault(key, {})[i] = value
+                continue
+            # a value that is not elementwise, such as a count: copy it for each parameter
+            for name in where.names_of(i):
+                rows[name][key] = tree.clone(value)
+    for key in sorted(by_key):
+        for name, value in where.read(by_key[key]).items():
+            rows[name][key] = value
+    return rows
 
 
 def flat_key(index: int) -> str:
@@ -409,18 +371,17 @@ def flatten_opt_state(
         entries = {name: opt_state[name] for name in names if name in opt_state}
         if not entries:
             continue
-        _check_alike(names, entries, where)
-        out[flat_key(i)] = {}
         # choose a parameter with dims, because a count has the shape of a scalar parameter
         lead = max(entries, key=lambda name: len(where.layout.shapes[name]))
+        _check_alike(names, entries, lead, where)
+        out[flat_key(i)] = {}
         for key, value in entries[lead].items():
             if _has_shape(key, value, lead, where):
                 by_key.setdefault(key, {}).update(
                     {n: e[key] for n, e in entries.items()}
                 )
             else:
-                is_tensor = isinstance(value, torch.Tensor)
-                out[flat_key(i)][key] = value.clone() if is_tensor else value
+                out[flat_key(i)][key] = tree.clone(value)
     for key in sorted(by_key):
         for i, flat in where.to_flats(by_key[key]).items():
             out[flat_key(i)][key] = flat
@@ -437,14 +398,15 @@ def _has_shape(key: str, value: Any, name: str, where: Flats) -> bool:
 
 
 def _check_alike(
-    names: Sequence[str], entries: Mapping[str, Mapping[str, Any]], where: Flats
+    names: Sequence[str],
+    entries: Mapping[str, Mapping[str, Any]],
+    first: str,
+    where: Flats,
 ) -> None:
-    lacking = [name for name in names if name not in entries]
-    first = max(entries, key=lambda name: len(where.layout.shapes[name]))
-    one, rest = entries[first], [item for item in entries.items() if item[0] != first]
+    lacking, one = [name for name in names if name not in entries], entries[first]
     differ = [
         name
-        for name, entry in rest
+        for name, entry in entries.items()
         if entry.keys() != one.keys()
         or any(
             not _has_shape(key, one[key], first, where) and bool(one[key] != entry[key])

@@ -14,13 +14,14 @@ from torch.overrides import TorchFunctionMode
 from accelfn import Grads, TrainState, World
 from accelfn.deepspeed.engine import Zero
 from accelfn.deepspeed.flats import (
-    FlatOptState,
-    FlatParams,
+    Flat,
     OptState,
-    evenly,
     flat_key,
+    flat_opt_state,
+    flat_params,
     flatten_opt_state,
     redistribute,
+    row_runs,
 )
 from accelfn.deepspeed.settings import release_group
 from accelfn.errors import GradsError, LossError, UnusedParametersError, WorldError
@@ -104,7 +105,7 @@ class ZeroBinding:
         self._kept: dict[str, torch.Tensor] = {}
         # the optimizer state of frozen parameters, to use if they are trained again
         self._at_rest: OptState = {}
-        self._bound: FlatParams | None = None
+        self._bound: Flat | None = None
         self._used: list[torch.Tensor] = []
         self._held: HeldGradients | None = None
 
@@ -121,7 +122,7 @@ class ZeroBinding:
         return self.zero
 
     @property
-    def bound(self) -> FlatParams:
+    def bound(self) -> Flat:
         """The parameters of the state that is bound now."""
         assert self._bound is not None  # noqa: S101 - a step binds a state first
         return self._bound
@@ -130,21 +131,22 @@ class ZeroBinding:
         """Make DeepSpeed use a state's parameters; convert them if they are not flat."""
         with torch.no_grad():
             frozen = {name: params[name] for name in self._frozen}
-            if isinstance(params, FlatParams) and self._lies_alike(params):
-                self._bound = params
-            else:
+            flat = self._flat_here(params)
+            if flat is None:
                 values = {name: params[name] for name in self.trained}
                 flats = self.where.to_flats(values)
-                self._bound = FlatParams(params, self.where, flats, frozen)
+                flat = flat_params(params, self.where, flats, frozen)
+            self._bound = flat
             self._keep(frozen)
-            self.zero.point_at(self._bound.flats)
+            self.zero.point_at(flat.held)
 
-    def _lies_alike(self, params: FlatParams) -> bool:
-        """Return whether a state's flat tensors have the layout of this binding."""
-        return (params.where.places, params.where.sizes) == (
-            self.where.places,
-            self.where.sizes,
-        )
+    def _flat_here(self, values: object) -> Flat | None:
+        """Return values if they are flat tensors with the layout of this binding."""
+        if not isinstance(values, Flat):
+            return None
+        there, here = values.where, self.where
+        alike = there.places == here.places and there.sizes == here.sizes
+        return values if alike else None
 
     def _keep(self, frozen: Mapping[str, torch.Tensor]) -> None:
         """Copy a state's frozen parameters to DeepSpeed; a collective if they changed."""
@@ -152,7 +154,10 @@ class ZeroBinding:
         if not new:
             return
         pieces = {n: tree.local(v).detach().reshape(-1) for n, v in new.items()}
-        have = {name: self._rows_of(name, value) for name, value in new.items()}
+        have = {
+            name: row_runs(value.shape, self._ranks.size, is_cut=tree.is_shard(value))
+            for name, value in new.items()
+        }
         want = {name: self.zero.runs_of(self._frozen[name]) for name in new}
         parts = redistribute(
             pieces, have, want, self._ranks, label="ZeRO: frozen parameters"
@@ -160,13 +165,6 @@ class ZeroBinding:
         for name, part in parts.items():
             self.zero.keep(self._frozen[name], part)
         self._kept = dict(frozen)
-
-    def _rows_of(self, name: str, value: torch.Tensor) -> list[tuple[int, int]]:
-        count, ranks = value.numel(), self._ranks.size
-        if not tree.is_shard(value):
-            return [(0, count)] * ranks
-        rows = -(-value.shape[0] // ranks)
-        return evenly(count, rows * (count // value.shape[0]), ranks)
 
     @property
     def opt_state_view(self) -> Self:
@@ -238,18 +236,13 @@ class ZeroBinding:
 
     def to_state(self, opt_state: OptState) -> Any:
         """Return DeepSpeed's optimizer state as a mapping by name, converted when read."""
-        return FlatOptState(self.where, {**self._at_rest, **opt_state})
+        return flat_opt_state(self.where, {**self._at_rest, **opt_state})
 
     def from_state(self, opt_state: Any) -> OptState:
         """Convert the optimizer state of a `TrainState` for DeepSpeed's optimizer."""
-        where = self.where
         self._at_rest = {n: opt_state[n] for n in self._frozen if n in opt_state}
-        if isinstance(opt_state, FlatOptState) and (
-            (opt_state.where.places, opt_state.where.sizes)
-            == (where.places, where.sizes)
-        ):
-            return opt_state.held
-        return flatten_opt_state(where, opt_state)
+        flat = self._flat_here(opt_state)
+        return flatten_opt_state(self.where, opt_state) if flat is None else flat.held
 
     def flats_by_name(self) -> dict[torch.Tensor, str]:
         """Return the key of each flat tensor's optimizer state."""
@@ -331,32 +324,6 @@ _UNUSED = (
 )
 
 
-class _Sums:
-    """All-reduces the weight of the loss and the number of unused parameters.
-
-    The all-reduce runs at the same time as DeepSpeed's last reduction of gradients.
-    """
-
-    def __init__(
-        self, home: ZeroBinding, ranks: World, weight: arguments.Number
-    ) -> None:
-        self._home, self._ranks, self._weight = home, ranks, weight
-
-    def start(self) -> None:
-        """Start the all-reduce; call this when all gradients are computed."""
-        counts, ranks = [0.0, len(self._home.unused_params())], self._ranks
-        self._flat = torch.tensor(counts, dtype=torch.float64, device=ranks.device)
-        self._flat[0] = self._weight
-        self._wait = collectives.start_sum_(
-            self._flat, ranks, label="weight of the loss"
-        )
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the all-reduce, and return both sums."""
-        self._wait()
-        return self._flat
-
-
 class ZeroRunner:
     """Runs the loss inside DeepSpeed's engine."""
 
@@ -425,10 +392,17 @@ class ZeroRunner:
         if scale is not None:
             scale = torch.as_tensor(scale, dtype=scalar.dtype, device=scalar.device)
         loss = scalar if scale is None else scalar * scale
-        sums = _Sums(self._home, self._ranks, weight)
+        sums = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
+        waits: list[Callable[[], object]] = []
+
+        def start_sums() -> None:  # runs at the same time as DeepSpeed's last reduction
+            sums[0], sums[1] = weight, len(self._home.unused_params())
+            label = "weight of the loss"
+            waits.append(collectives.start_sum_(sums, self._ranks, label=label))
+
         try:
             with self._backward:
-                self._zero.backward(loss, ends=self._sync, when_all_came=sums.start)
+                self._zero.backward(loss, ends=self._sync, when_all_came=start_sums)
         except RuntimeError as error:
             if any(sign in str(error) for sign in ("got [0]", "tensor b (0)")):
                 msg = NOT_GATHERED.format(which="a parameter")
@@ -436,7 +410,9 @@ class ZeroRunner:
             raise
         if not self._sync:
             return None
-        total, num_unused = sums.wait()
+        (wait,) = waits
+        wait()
+        total, num_unused = sums
         if num_unused:
             self._check_alike(self._home.unused_params())
         return total / self._ranks.size
@@ -505,7 +481,7 @@ class ZeroOptimizer:
             StateError: a value that was read from the state was changed in place.
         """
         self._bound_optimizer.expect(hyper)
-        if isinstance(self._shown, FlatOptState):
+        if isinstance(self._shown, Flat):
             self._shown.check_read()
 
     def divides(self, divisor: arguments.Number) -> bool:
@@ -522,7 +498,7 @@ class ZeroOptimizer:
         live, home = self._bound_optimizer, self._home
         live.begin(hyper)
         home.bound.mark_changed()
-        if isinstance(self._shown, FlatOptState):
+        if isinstance(self._shown, Flat):
             self._shown.mark_changed()
         is_finite = home.zero.step(1.0 if divisor is None else float(divisor))
         state = live.finish()

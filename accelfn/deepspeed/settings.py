@@ -50,7 +50,6 @@ _THEIRS = (
 )
 """The settings that you can pass."""
 
-_DTYPE = "communication_data_type"
 _FLAGS = "memory_breakdown", "wall_clock_breakdown"
 
 _OF_ZERO = (
@@ -123,13 +122,9 @@ def check_values(call: str, config: Mapping[str, Any]) -> None:
     try:
         runtime.DeepSpeedCommsConfig(dict(config))
         where = 'config["communication_data_type"]'
-        runtime.get_communication_data_type(
-            {
-                key: str(v)
-                for key, v in config.items()
-                if key == _DTYPE and v is not None
-            }
-        )
+        dtype = config.get("communication_data_type")
+        named = {} if dtype is None else {"communication_data_type": str(dtype)}
+        runtime.get_communication_data_type(named)
         where = 'config["zero_optimization"]'
         zero.DeepSpeedZeroConfig(**config.get("zero_optimization", {}))
     except ValueError as error:
@@ -202,43 +197,34 @@ def use_deepspeed(ranks: World) -> Generator[Any, None, None]:
 
     At stage 3, DeepSpeed replaces `torch.nn.functional.linear` in the whole process, so that
     autograd does not keep gathered weights. Torch's function is restored afterwards.
+
+    Unnecessary work at DeepSpeed's start is skipped. DeepSpeed would compile C++ code for shared
+    memory, and a process that is killed meanwhile leaves a lock that blocks all later processes.
+    DeepSpeed would also broadcast rank 0's parameters, which have no values yet, and this fails
+    for scalars.
     """
     package: Any = importlib.import_module("deepspeed")
     groups: Any = importlib.import_module("deepspeed.utils.groups")
-    before, groups._WORLD_GROUP = groups._WORLD_GROUP, ranks.group
-    linear = functional.linear
-    logger: logging.Logger = package.utils.logger
-    level = logger.level
-    # DeepSpeed warns about optimizers that it has not tested
-    logger.setLevel(logging.ERROR)
-    try:
-        with _skip_startup():
-            yield package
-    finally:
-        logger.setLevel(level)
-        groups._WORLD_GROUP = before
-        functional.linear = linear
-
-
-@contextmanager
-def _skip_startup() -> Generator[None]:
-    """In a `with` block, skip unnecessary work at DeepSpeed's start.
-
-    DeepSpeed would compile C++ code for shared memory, and a process that is killed meanwhile
-    leaves a lock that blocks all later processes. DeepSpeed would also broadcast rank 0's
-    parameters, which have no values yet, and this fails for scalars.
-    """
     # import_module, because the attribute `deepspeed.comm.torch` is the package torch
     backend: Any = importlib.import_module("deepspeed.comm.torch")
     engine: Any = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
     parts: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
     patches = [
+        (groups, "_WORLD_GROUP", ranks.group),
+        (functional, "linear", functional.linear),
         (backend, "build_shm_op", _nothing),
         (engine, "_broadcast_model", _nothing),
         (parts.Init, "_zero_init_param", _part),
     ]
-    with patch_attributes(patches):
-        yield
+    logger: logging.Logger = package.utils.logger
+    level = logger.level
+    # DeepSpeed warns about optimizers that it has not tested
+    logger.setLevel(logging.ERROR)
+    try:
+        with patch_attributes(patches):
+            yield package
+    finally:
+        logger.setLevel(level)
 
 
 def running_patches() -> list[Patch]:

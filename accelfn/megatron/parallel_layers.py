@@ -114,8 +114,8 @@ class Megatron(SelfSplittingLayer):
             )
             raise ModelError(msg)
 
-    def full_param(self, name: str) -> torch.Tensor | None:
-        """Return the full parameter. If the parameter is split, this is a collective call."""
+    def full_param(self, name: str) -> Any:
+        """Return the full parameter, or None; for a split parameter, this is a collective."""
         param: torch.Tensor | None = getattr(self, name)
         if param is None or self.layers is None or name not in self.cuts:
             return param
@@ -138,9 +138,8 @@ class Linear(Megatron):
 
     def in_one_piece(self, input_: torch.Tensor) -> OutputAndBias:
         """Compute with the full, gathered weight and bias."""
-        weight = self.full_param("weight")
-        assert weight is not None  # noqa: S101 - every layer has a weight
-        return self.with_bias(F.linear(input_, weight), self.full_param("bias"))
+        out = F.linear(input_, self.full_param("weight"))
+        return self.with_bias(out, self.full_param("bias"))
 
     def with_bias(self, out: torch.Tensor, bias: torch.Tensor | None) -> OutputAndBias:
         """Add the bias to an output, or return it with the output if `skip_bias_add` is set."""
@@ -226,9 +225,7 @@ class Vocabulary(Megatron, VocabParallelEmbedding):
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Return the embedding vectors of all indices, each from the rank that has its row."""
         if self.layers is None or self.layers.is_whole:
-            weight = self.full_param("weight")
-            assert weight is not None  # noqa: S101 - every layer has a weight
-            return F.embedding(input_, weight)
+            return F.embedding(input_, self.full_param("weight"))
         return VocabParallelEmbedding.forward(self, input_)
 
 

@@ -175,28 +175,10 @@ _NOTHING_UNASKED = dict.fromkeys(
 
 
 class _Comet:
-    def __init__(
-        self,
-        project: str,
-        run_id: str | None,
-        *,
-        name: str | None,
-        directory: str | Path | None,
-        offline: bool,
-    ) -> None:
+    def __init__(self, settings: Mapping[str, Any], **options: Any) -> None:
         comet_ml = package("comet_ml", extra="comet")
-        settings = comet_ml.ExperimentConfig(
-            name=name,
-            offline_directory=None if directory is None else str(directory),
-            **_NOTHING_UNASKED,
-        )
-        self.backend = comet_ml.start(
-            project_name=project,
-            experiment_key=run_id,
-            mode="create" if run_id is None else "get_or_create",
-            online=not offline,
-            experiment_config=settings,
-        )
+        config = comet_ml.ExperimentConfig(**settings, **_NOTHING_UNASKED)
+        self.backend = comet_ml.start(experiment_config=config, **options)
 
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
         self.backend.log_metrics(dict(metrics), step=step)
@@ -207,20 +189,15 @@ class _Comet:
     def images(self, images: Mapping[str, Pixels], step: int) -> None:
         for name, image in images.items():
             pixels = picture(image, extra="comet")
-            reply = self.backend.log_image(pixels, name=name, step=step)
-            _check(reply, name)
+            # Comet itself only logs such errors
+            if self.backend.log_image(pixels, name=name, step=step) is None:
+                msg = f"Comet rejected the image {name!r}; Comet's log has the reason."
+                raise TrackingError(msg)
 
     def close(self, *, failed: bool) -> None:
         if failed:
             self.backend.log_other("failed", value=True)
         self.backend.end()
-
-
-def _check(reply: object, name: str) -> None:
-    """Raise an error if Comet rejected an image; Comet itself only logs such errors."""
-    if reply is None:
-        msg = f"Comet rejected the image {name!r}; Comet's log has the reason."
-        raise TrackingError(msg)
 
 
 def comet(
@@ -250,10 +227,16 @@ def comet(
     Raises:
         TrackingError: the package comet_ml is missing, or the experiment could not be opened.
     """
+    folder = None if directory is None else str(directory)
+    settings = {"name": name, "offline_directory": folder}
+    options = {
+        "project_name": project,
+        "experiment_key": run_id,
+        "mode": "create" if run_id is None else "get_or_create",
+        "online": not offline,
+    }
     return custom(
-        lambda: _Comet(
-            project, run_id, name=name, directory=directory, offline=offline
-        ),
+        lambda: _Comet(settings, **options),
         name="comet",
         world=world,
         accepts=(IMAGES,),

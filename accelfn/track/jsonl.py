@@ -152,8 +152,6 @@ def jsonl(path: str | Path, *, world: World, step: int | None = None) -> Tracker
 
 _LATEST = 1e11
 """The largest valid time: seconds after (or before) 1970."""
-_SHOWN = 200
-"""The number of characters of a line that an error message shows."""
 
 
 @attrs.frozen
@@ -285,12 +283,8 @@ def _time(record: dict[str, Any]) -> float:
 
 
 def _foreign(path: Path, number: int, record: object) -> TrackingError:
-    text = repr(record)
-    if len(text) > _SHOWN:
-        text = f"{text[:_SHOWN]}…"
-    return TrackingError(
-        f"{path}, line {number} is not a record of af.track.jsonl: {text}."
-    )
+    text = f"is not a record of af.track.jsonl: {record!r:.200}"
+    return TrackingError(f"{path}, line {number} {text}.")
 
 
 def _records(path: Path, lines: list[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -7,6 +7,7 @@ Rank 0 then reads the numbers from the device and passes them to each backend. I
 """
 
 import math
+import sys
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
@@ -55,6 +56,13 @@ def check_step(step: object) -> None:
         raise ArgumentError(msg)
 
 
+def _as_mapping(subject: str, values: object) -> Mapping[Any, Any]:
+    if not isinstance(values, Mapping):
+        msg = f"{subject}: expected a dict by name, got {type(values).__name__}."
+        raise ArgumentError(msg)
+    return cast("Mapping[Any, Any]", values)
+
+
 def check_names(subject: str, values: object) -> None:
     """Check that values are a mapping with valid names.
 
@@ -62,10 +70,7 @@ def check_names(subject: str, values: object) -> None:
         ArgumentError: the values are not a mapping, or a name is empty, is `step`, or is not a
             string that can be encoded.
     """
-    if not isinstance(values, Mapping):
-        msg = f"{subject}: expected a dict by name, got {type(values).__name__}."
-        raise ArgumentError(msg)
-    for name in cast("Mapping[Any, Any]", values):
+    for name in _as_mapping(subject, values):
         if not arguments.is_word(name):
             msg = f"{subject}: expected a non-empty str as each name, got {name!r}."
             raise ArgumentError(msg)
@@ -112,10 +117,7 @@ def _is_one_number(value: object) -> bool:
         array = cast("NDArray[Any]", value)
         return array.size == 1 and np.can_cast(array.dtype, np.float64, "same_kind")
     if isinstance(value, int):
-        try:
-            float(value)
-        except OverflowError:
-            return False
+        return abs(value) <= sys.float_info.max
     return isinstance(value, _NUMBERS) and not isinstance(value, _NO_REAL_NUMBERS)
 
 
@@ -127,17 +129,11 @@ def floats(metrics: Mapping[str, Number]) -> dict[str, float]:
         if isinstance(value, torch.Tensor) and value.device.type != "cpu"
     }
     read = torch.stack(list(away.values())).tolist() if away else []
-    numbers = dict(zip(away, read, strict=True))
+    numbers = {**metrics, **dict(zip(away, read, strict=True))}
+    arrays = (torch.Tensor, np.ndarray)
     return {
-        name: numbers[name] if name in numbers else _float(value)
-        for name, value in metrics.items()
+        n: float(v.item() if isinstance(v, arrays) else v) for n, v in numbers.items()
     }
-
-
-def _float(value: Any) -> float:
-    if isinstance(value, torch.Tensor):
-        value = value.detach()
-    return float(value.item() if isinstance(value, np.ndarray) else value)
 
 
 def check_image(name: str, image: object) -> None:
@@ -191,11 +187,8 @@ def settings(values: object) -> dict[str, Plain]:
     Raises:
         ArgumentError: the value is not a mapping, contains itself, or has the same name twice.
     """
-    if not isinstance(values, Mapping):
-        msg = f"hyperparameters: expected a dict by name, got {type(values).__name__}."
-        raise ArgumentError(msg)
     try:
-        table = _plain_mapping(cast("Mapping[Any, Any]", values))
+        table = _plain_mapping(_as_mapping("hyperparameters", values))
         flat(table)
     except RecursionError:
         msg = "hyperparameters: they are nested too deeply, or contain themselves."
@@ -309,11 +302,11 @@ class Outlet:
     """One backend of a tracker, with the count of lost records."""
 
     def __init__(
-        self, name: str, sink: Sink | None, world: World, accepts: frozenset[str]
+        self, name: str, sink: Sink | None, world: World, *, has_images: bool
     ) -> None:
         """Wrap an open backend; `sink` is None on ranks other than 0."""
-        self.name, self.sink, self.world, self.accepts = name, sink, world, accepts
-        self.is_closed = False
+        self.name, self.sink, self.world = name, sink, world
+        self.has_images, self.is_closed = has_images, False
         self._tried = self._lost = 0
         self._first = ""
 
@@ -338,10 +331,9 @@ class Outlet:
         if self.is_closed:
             return
         self.is_closed = True
-        num_lost, num_tried, first = self._lost, self._tried, self._first
-        if num_lost:
-            summary = f"{num_lost} of {num_tried} records"
-            yield f"{self.name} failed to record {summary}; the first failure: {first}."
+        if self._lost:
+            summary = f"{self._lost} of {self._tried} records"
+            yield f"{self.name} failed to record {summary}; the first failure: {self._first}."
         if self.sink is not None:
             try:
                 self.sink.close(failed=failed)
@@ -383,10 +375,10 @@ class Tracker:
         """
         check_step(step)
         check_metrics(metrics, tuple(outlet.world for outlet in self.outlets))
-        if self._goes_on():
+        if self._has_backend(self.outlets):
             read = floats(metrics)
             topic = f"the metrics of step {step}"
-            self._tell(topic, read, lambda sink, x: sink.metrics(x, step))
+            _tell(self.outlets, topic, read, lambda sink, x: sink.metrics(x, step))
 
     def hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         """Track hyperparameters: a dict of numbers, strings, and nested dicts and lists.
@@ -399,9 +391,9 @@ class Tracker:
                 `"1"`, or `{"a": {"b": ...}}` and `"a.b"`.
         """
         values = settings(hyperparameters)
-        if self._goes_on():
+        if self._has_backend(self.outlets):
             topic = "the hyperparameters"
-            self._tell(topic, values, lambda sink, x: sink.hyperparameters(x))
+            _tell(self.outlets, topic, values, lambda sink, x: sink.hyperparameters(x))
 
     def images(self, images: Mapping[str, torch.Tensor], step: int) -> None:
         """Track images: a dict from names to tensors of shape (channels, height, width).
@@ -416,10 +408,23 @@ class Tracker:
         check_names(IMAGES, images)
         for name, image in images.items():
             check_image(name, image)
-        if self._goes_on(IMAGES):
-            read, texts = _read_tensors(pixels, images, step)
-            topic = f"the images of step {step}"
-            self._tell(topic, read, lambda sink, x: sink.images(x, step), IMAGES, texts)
+        takers = [outlet for outlet in self.outlets if outlet.has_images]
+        is_read = self._has_backend(takers)
+        if self.outlets and not takers:
+            names = ", ".join(outlet.name for outlet in self.outlets)
+            have = "tensorboard, wandb, comet, mlflow"
+            msg = f"{names} cannot store images. Add a tracker that can: {have}."
+            raise ArgumentError(msg)
+        if not is_read:
+            return
+        read, texts = dict[str, Pixels](), list[str]()
+        for name, image in images.items():
+            try:
+                read[name] = pixels(name, image)
+            except ArgumentError as error:  # an error on rank 0 alone would end the run
+                texts.append(f"An image was not tracked at step {step}: {error}")
+        topic = f"the images of step {step}"
+        _tell(takers, topic, read, lambda sink, x: sink.images(x, step), texts)
 
     @property
     def backends(self) -> dict[str, Any]:
@@ -456,62 +461,34 @@ class Tracker:
         """Close the tracker."""
         self.close(failed=kind is not None)
 
-    def _goes_on(self, kind: str | None = None) -> bool:
-        """Return whether this rank has a backend to call.
+    def _has_backend(self, takers: Iterable[Outlet]) -> bool:
+        """Return whether this rank has one of these backends.
 
         Raises:
-            TrackingError: a backend is closed.
-            ArgumentError: no backend accepts values of this kind.
+            TrackingError: a backend of the tracker is closed.
         """
-        outlets = [outlet.name for outlet in self.outlets if outlet.is_closed]
-        if outlets:
-            msg = f"{outlets[0]} is closed; call the tracker inside its `with` block."
-            raise TrackingError(msg)
-        takers = [
-            outlet for outlet in self.outlets if kind is None or kind in outlet.accepts
-        ]
-        if self.outlets and not takers:
-            names = ", ".join(outlet.name for outlet in self.outlets)
-            have = "tensorboard, wandb, comet" + (", mlflow" if kind == IMAGES else "")
-            msg = f"{names} cannot store {kind}. Add a tracker that can: {have}."
-            raise ArgumentError(msg)
+        for outlet in self.outlets:
+            if outlet.is_closed:
+                msg = f"{outlet.name} is closed; call the tracker inside its `with` block."
+                raise TrackingError(msg)
         return any(taker.sink is not None for taker in takers)
 
-    def _tell(
-        self,
-        topic: str,
-        read: T,
-        act: Callable[[Sink, T], None],
-        kind: str | None = None,
-        texts: list[str] | None = None,
-    ) -> None:
-        """Call all backends that accept a kind of value, then warn about their failures.
 
-        Each backend gets a copy of the values, which shares no memory with the caller's tensors.
-        """
-        lines = [*(texts or ())]
-        for outlet in self.outlets:
-            if kind is None or kind in outlet.accepts:
-                lines += outlet.attempt(topic, lambda sink: act(sink, deepcopy(read)))
-        _warn(lines)
+def _tell(
+    outlets: Iterable[Outlet],
+    topic: str,
+    read: T,
+    act: Callable[[Sink, T], None],
+    texts: Iterable[str] = (),
+) -> None:
+    """Call backends, then warn about their failures.
 
-
-def _read_tensors(
-    convert: Callable[[str, torch.Tensor], T],
-    tensors: Mapping[str, torch.Tensor],
-    step: int,
-) -> tuple[dict[str, T], list[str]]:
-    """Convert tensors; return the results, and a warning text for each invalid tensor.
-
-    This runs only on rank 0 during training, so it must not raise an error.
+    Each backend gets a copy of the values, which shares no memory with the caller's tensors.
     """
-    read, texts = dict[str, T](), list[str]()
-    for name, tensor in tensors.items():
-        try:
-            read[name] = convert(name, tensor)
-        except ArgumentError as error:
-            texts.append(f"An image was not tracked at step {step}: {error}")
-    return read, texts
+    lines = [*texts]
+    for outlet in outlets:
+        lines += outlet.attempt(topic, lambda sink: act(sink, deepcopy(read)))
+    _warn(lines)
 
 
 def _warn(texts: list[str]) -> None:
@@ -575,8 +552,7 @@ def custom(
     if not isinstance(world, World):
         msg = f"af.track.{name}(world={world!r}): expected the af.World of the run."
         raise ArgumentError(msg)
-    wrong = set(accepts) - {IMAGES}
-    if wrong:
+    if set(accepts) - {IMAGES}:
         msg = f"af.track.custom(accepts={accepts!r}): expected ('{IMAGES}',) or ()."
         raise ArgumentError(msg)
     sink = None
@@ -588,7 +564,7 @@ def custom(
         except Exception as error:
             msg = f"af.track.{name} could not start: {type(error).__name__}: {error}"
             raise TrackingError(msg) from error
-    return Tracker((Outlet(name, sink, world, frozenset(accepts)),))
+    return Tracker((Outlet(name, sink, world, has_images=bool(accepts)),))
 
 
 # `peak_memory_bytes`: the peak memory of a rank.

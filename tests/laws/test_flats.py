@@ -16,14 +16,14 @@ from torch import nn
 import accelfn as af
 from accelfn.testing import simulate
 from tests.internals import (
-    FlatOptState,
-    FlatParams,
     Flats,
     Layout,
     Zero,
     cut_of,
     evenly,
     flat_key,
+    flat_opt_state,
+    flat_params,
     flats,
     flatten_opt_state,
     redistribute,
@@ -133,7 +133,7 @@ def test_rows_and_flat_tensors_hold_the_same(case: Case) -> None:
         flats = where.to_flats(rows)
         for i in range(len(case.shapes)):
             assert torch.equal(case.flat(i, world.rank, values), flats[i])
-        params = FlatParams(values, where, flats, {})
+        params = flat_params(values, where, flats, {})
         assert list(params) == list(values)
         for name, value in rows.items():
             assert params[name].shape == value.shape
@@ -168,7 +168,7 @@ def test_what_an_optimizer_has_goes_there_and_back(case: Case, begun: bool) -> N
                 want = case.flat(i, world.rank, moment)
                 assert torch.equal(want, held[flat_key(i)][key])
             assert float(held[flat_key(i)]["step"]) == 3
-        shown = FlatOptState(where, held)
+        shown = flat_opt_state(where, held)
         assert {*shown} == {*given}
         assert len(shown) == len(given)
         counts = [shown[name]["step"] for name in (values if begun else ())]

@@ -617,7 +617,7 @@ def forgotten(world: af.World, each: Trained) -> None:
     state = stepped(each, each.state(world), 2)
     other = state.copy()
     kept = [t for entry in state._opt_state.held.values() for t in entry.values()]
-    held = [*state._params.flats.values(), *kept]
+    held = [*state._params.held.values(), *kept]
     memory = [StorageWeakRef(t.untyped_storage()) for t in held if torch.is_tensor(t)]
     other = stepped(each, other, 1)
     del state, kept, held

@@ -508,7 +508,7 @@ def test_two_trackers_of_one_file_are_refused(tmp_path):
         ('{"step": 1, "time": NaN, "metrics": {}}', "line 1 is not a record"),
         ('{"step": 1, "time": 1e30, "metrics": {}}', "line 1 is not a record"),
         (f'{{"step": {2**63}, "time": 0, "metrics": {{}}}}', "line 1 is not a record"),
-        (f'{{"step": 1, "time": 0, "metrics": {{"a": {10**400}}}}}', r"line 1.*…\.$"),
+        (f'{{"step": 1, "time": 0, "metrics": {{"a": {10**400}}}}}', r"line 1.*000\.$"),
         ("[" * 100_000, "line 1 is not valid JSON"),
     ],
 )
