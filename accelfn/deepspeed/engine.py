@@ -143,54 +143,6 @@ def _raise_mismatch(places: dict[int, str]) -> NoReturn:
     raise LossError(msg)
 
 
-def check_module_order(
-    zero: Any,
-    course: ModuleOrder,
-    names: Mapping[int, str],
-    modules: Mapping[nn.Module, str],
-    *,
-    stay: Callable[[], bool],
-    when_all_came: Callable[[], None],
-) -> None:
-    """Make DeepSpeed's optimizer of stage 3 call a `ModuleOrder` at each place.
-
-    Args:
-        zero: DeepSpeed's optimizer.
-        course: the `ModuleOrder` to call.
-        names: the names of parameters, by `id`.
-        modules: the names of modules.
-        stay: a function that returns whether the gradients of this pass are not reduced.
-        when_all_came: a function to call when all gradients are computed, before the last
-            reduction.
-    """
-    send = zero.reduce_ready_partitions_and_remove_grads
-    end = zero.independent_gradient_partition_epilogue
-    coordinator = zero.parameter_offload.get_param_coordinator()
-    fetch = coordinator.fetch_sub_module
-
-    def come(param: nn.Parameter) -> None:
-        if not stay():
-            course.come(f"computed the gradient of {names[id(param)]!r}")
-        send(param)
-
-    def end_on_course() -> None:
-        course.come("finished its backward pass")
-        when_all_came()
-        end()
-
-    def fetch_on_course(module: nn.Module, *, forward: bool) -> None:
-        verb = "ran" if forward else "ran the backward pass of"
-        course.come(f"{verb} {modules[module]}")
-        fetch(module, forward=forward)
-
-    zero.reduce_ready_partitions_and_remove_grads = come
-    zero.independent_gradient_partition_epilogue = end_on_course
-    coordinator.fetch_sub_module = fetch_on_course
-    for params in zero.fp16_groups:
-        for param in params:
-            param.all_gather = _wrap_gather(param.all_gather, course, names[id(param)])
-
-
 def _wrap_gather(gather: Any, course: ModuleOrder, name: str) -> Any:
     """Wrap a parameter's `all_gather`: compare the ranks if a loss uses the parameter directly.
 
@@ -222,22 +174,16 @@ def reduce_by_gloo(zero: Any, ranks: World) -> None:
     everywhere = zero.allreduce_and_copy_with_multiple_ranks
 
     def reduce(
-        bucket: Sequence[torch.Tensor],
-        dtype: torch.dtype,
-        *,
-        bucket_ranks: Sequence[frozenset[int]],
-        output_bucket: Sequence[torch.Tensor | None],
-        divide: bool,
-        **more: Any,
+        bucket: Sequence[torch.Tensor], dtype: torch.dtype, **options: Any
     ) -> None:
-        several = any(len(rank) > 1 for rank in bucket_ranks)
-        summed_apart = any(t is not None for t in output_bucket)
+        owners: Sequence[frozenset[int]] = options["bucket_ranks"]
+        several = any(len(rank) > 1 for rank in owners)
+        summed_apart = any(t is not None for t in options["output_bucket"])
         converts = any(t.dtype != dtype for t in bucket)
-        if several or summed_apart or converts or divide:
-            named = {"bucket_ranks": bucket_ranks, "output_bucket": output_bucket}
-            everywhere(bucket, dtype, divide=divide, **named, **more)
+        if several or summed_apart or converts or options["divide"]:
+            everywhere(bucket, dtype, **options)
             return
-        holders = [min(rank) for rank in bucket_ranks]
+        holders = [min(rank) for rank in owners]
         collectives.reduce_to_holders_(bucket, holders, ranks.group)
 
     zero.allreduce_and_copy_with_multiple_ranks = reduce
@@ -308,63 +254,6 @@ class ReduceOrder:
         return self._order[len(self._had)]
 
 
-def order_reductions(
-    zero: Any,
-    ranks: World,
-    come_listed: Callable[[], bool],
-    when_all_came: Callable[[], None],
-) -> tuple[ReduceOrder, ReduceOrder]:
-    """Make DeepSpeed's optimizer of stage 1 or 2 reduce all gradients in a common order.
-
-    A missing gradient is reduced as 0.
-
-    Args:
-        zero: DeepSpeed's optimizer.
-        ranks: the ranks that reduce gradients.
-        come_listed: a function that returns whether DeepSpeed reduces the gradients of this pass
-            in the order of its parameters.
-        when_all_came: a function to call when all gradients are computed, before the last
-            reduction.
-
-    Returns:
-        Two orders: the order of the parameters, for passes where `come_listed()` is true, and
-        rank 0's order, for other passes.
-    """
-    listed_in: list[tuple[nn.Parameter, int]] = [
-        (param, group)
-        for group, params in enumerate(zero.bit16_groups)
-        for param in params
-        if param.requires_grad
-    ]
-    params = [param for param, _ in listed_in]
-    # by id, because hashing a tensor is a slow Python call
-    number_of = {id(param): number for number, param in enumerate(params)}
-    static = ReduceOrder(len(params), ranks, range(len(params)))
-    learnt = ReduceOrder(len(params), ranks)
-    send = zero.reduce_ready_partitions_and_remove_grads
-    end = zero.independent_gradient_partition_epilogue
-
-    def come(param: nn.Parameter, _group: int) -> None:
-        turns = static if come_listed() else learnt
-        for turn in turns.come(number_of[id(param)]):
-            send(*listed_in[turn])
-
-    def end_in_turn() -> None:
-        for turn in (static if come_listed() else learnt).rest():
-            param = params[turn]
-            if zero.get_gradient_for_reduction(param) is None:
-                param.grad = torch.zeros_like(param)
-                if zero.use_grad_accum_attribute:
-                    zero._fill_param_grad_accum_attribute(param)
-            send(*listed_in[turn])
-        when_all_came()
-        end()
-
-    zero.reduce_ready_partitions_and_remove_grads = come
-    zero.independent_gradient_partition_epilogue = end_in_turn
-    return static, learnt
-
-
 # `Zero`: DeepSpeed's engine. DeepSpeed has no type hints, and its state has only private names.
 
 
@@ -398,10 +287,7 @@ class Zero:
         self._ranks = ranks
         self._coalesces = self._flushes = False
         self._when_all_came: Callable[[], None] | None = None
-        self._drop_views()
-
-    def _drop_views(self) -> None:
-        """Drop DeepSpeed's views into flat tensors, which would keep replaced tensors alive."""
+        # drop DeepSpeed's views into flat tensors, which would keep replaced tensors alive
         if self.stage == 3:
             self._optimizer.lp_param_buffer = None
         else:
@@ -580,28 +466,92 @@ class Zero:
         Args:
             names: the names of parameters, by `id`.
         """
+        self._orders: Sequence[ModuleOrder | ReduceOrder]
         if self.stage == 3:
-            named = {"": "the loss", "module": "the model"}
-            modules = {
-                module: named.get(name, repr(name.removeprefix("module.")))
-                for name, module in self._engine.module.named_modules()
-            }
-            course = ModuleOrder(self._ranks)
-            self._orders: Sequence[ModuleOrder | ReduceOrder] = [course]
-            check_module_order(
-                self._optimizer,
-                course,
-                names,
-                modules,
-                stay=lambda: self._coalesces,
-                when_all_came=self._tell_all_came,
-            )
+            self._orders = [self._check_module_order(names)]
         else:
-            self._orders = order_reductions(
-                self._optimizer, self._ranks, self._come_listed, self._tell_all_came
-            )
+            self._orders = self._order_reductions()
             if collectives.carries(self._ranks.group, self.flats[0].device):
                 reduce_by_gloo(self._optimizer, self._ranks)
+
+    def _check_module_order(self, names: Mapping[int, str]) -> ModuleOrder:
+        """Make DeepSpeed's optimizer of stage 3 call a `ModuleOrder` at each place."""
+        zero, course = self._optimizer, ModuleOrder(self._ranks)
+        named = {"": "the loss", "module": "the model"}
+        modules = {
+            module: named.get(name, repr(name.removeprefix("module.")))
+            for name, module in self._engine.module.named_modules()
+        }
+        send = zero.reduce_ready_partitions_and_remove_grads
+        end = zero.independent_gradient_partition_epilogue
+        coordinator = zero.parameter_offload.get_param_coordinator()
+        fetch = coordinator.fetch_sub_module
+
+        def come(param: nn.Parameter) -> None:
+            if not self._coalesces:
+                course.come(f"computed the gradient of {names[id(param)]!r}")
+            send(param)
+
+        def end_on_course() -> None:
+            course.come("finished its backward pass")
+            self._tell_all_came()
+            end()
+
+        def fetch_on_course(module: nn.Module, *, forward: bool) -> None:
+            verb = "ran" if forward else "ran the backward pass of"
+            course.come(f"{verb} {modules[module]}")
+            fetch(module, forward=forward)
+
+        zero.reduce_ready_partitions_and_remove_grads = come
+        zero.independent_gradient_partition_epilogue = end_on_course
+        coordinator.fetch_sub_module = fetch_on_course
+        for params in zero.fp16_groups:
+            for p in params:
+                p.all_gather = _wrap_gather(p.all_gather, course, names[id(p)])
+        return course
+
+    def _order_reductions(self) -> tuple[ReduceOrder, ReduceOrder]:
+        """Make DeepSpeed's optimizer of stage 1 or 2 reduce all gradients in a common order.
+
+        A missing gradient is reduced as 0.
+
+        Returns:
+            Two orders: the order of the parameters, for passes where `_come_listed()` is true,
+            and rank 0's order, for other passes.
+        """
+        zero = self._optimizer
+        listed_in: list[tuple[nn.Parameter, int]] = [
+            (param, group)
+            for group, params in enumerate(zero.bit16_groups)
+            for param in params
+            if param.requires_grad
+        ]
+        # by id, because hashing a tensor is a slow Python call
+        number_of = {id(param): i for i, (param, _) in enumerate(listed_in)}
+        static = ReduceOrder(len(listed_in), self._ranks, range(len(listed_in)))
+        learnt = ReduceOrder(len(listed_in), self._ranks)
+        send = zero.reduce_ready_partitions_and_remove_grads
+        end = zero.independent_gradient_partition_epilogue
+
+        def come(param: nn.Parameter, _group: int) -> None:
+            turns = static if self._come_listed() else learnt
+            for turn in turns.come(number_of[id(param)]):
+                send(*listed_in[turn])
+
+        def end_in_turn() -> None:
+            for turn in (static if self._come_listed() else learnt).rest():
+                param, group = listed_in[turn]
+                if zero.get_gradient_for_reduction(param) is None:
+                    param.grad = torch.zeros_like(param)
+                    if zero.use_grad_accum_attribute:
+                        zero._fill_param_grad_accum_attribute(param)
+                send(param, group)
+            self._tell_all_came()
+            end()
+
+        zero.reduce_ready_partitions_and_remove_grads = come
+        zero.independent_gradient_partition_epilogue = end_in_turn
+        return static, learnt
 
     def _come_listed(self) -> bool:
         """Return whether this pass reduces gradients in the order of the parameters."""

@@ -24,6 +24,7 @@ from accelfn.errors import (
     WorldError,
 )
 from accelfn.plug import (
+    arguments,
     build_engine,
     check_elements,
     counts_by_group,
@@ -33,13 +34,10 @@ from accelfn.plug import (
 _NOTHING: Mapping[str, Any] = {}
 
 
-def _is_stage(_owner: object, _field: object, value: object) -> None:
-    if isinstance(value, bool) or value not in (1, 2, 3):
-        msg = (
-            f"af.wrap_deepspeed(stage={value!r}): expected 1 (shards the optimizer's state), 2"
-            " (also gradients), or 3 (also parameters)."
-        )
-        raise ArgumentError(msg)
+_is_stage = arguments.satisfies(
+    lambda value: value in (1, 2, 3) and value is not True,
+    "1 (shards the optimizer's state), 2 (also gradients), or 3 (also parameters)",
+)
 
 
 def _is_config(_owner: object, _field: object, value: object) -> None:
@@ -50,14 +48,6 @@ def _is_config(_owner: object, _field: object, value: object) -> None:
         )
         raise ArgumentError(msg)
     check_settings("af.wrap_deepspeed", cast("Mapping[str, Any]", value))
-
-
-def _is_way(_owner: object, field: Any, value: object) -> None:
-    if value not in ("whole", "sharded"):
-        msg = (
-            f'af.wrap_deepspeed({field.name}={value!r}): expected "whole" or "sharded".'
-        )
-        raise ArgumentError(msg)
 
 
 @transform
@@ -163,7 +153,7 @@ class wrap_deepspeed:
         default=_NOTHING, validator=_is_config, hash=False
     )
     keep_grads: Literal["whole", "sharded"] = attrs.field(
-        default="whole", validator=_is_way
+        default="whole", validator=arguments.one_of("whole", "sharded")
     )
 
     def __attrs_post_init__(self) -> None:

@@ -113,7 +113,7 @@ def test_skip_nonfinite_stands_beside_it():
 
 
 def test_micro_batches_are_added_up_in_one_of_two_ways():
-    with pytest.raises(af.errors.ArgumentError, match='"whole" or "sharded"'):
+    with pytest.raises(af.errors.ArgumentError, match="'whole' or 'sharded'"):
         af.wrap_deepspeed(2, keep_grads="parts")
 
 
