@@ -3,11 +3,12 @@
 
 import argparse
 import difflib
+import inspect
 import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -74,35 +75,21 @@ def parser() -> argparse.ArgumentParser:
     root = _Parser(prog="accelfn", description="Train PyTorch models.")
     root.add_argument("--version", action="version", version=f"accelfn {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="command")
-    _add_launching(commands)
-    replay = commands.add_parser(
-        "replay",
-        help="run a failed step again from its crash bundles, on simulated ranks",
-        description=(
-            "Run a failed step again in this process, on simulated ranks, from the crash"
-            " bundles that accelfn.testing.crash_bundles wrote. The error is raised again."
-        ),
+
+    def add(run: Callable[[argparse.Namespace], int], summary: str) -> Any:
+        """Add a subcommand, which is described by the docstring of its function."""
+        name, description = run.__name__.removeprefix("_"), inspect.getdoc(run)
+        command = commands.add_parser(name, help=summary, description=description)
+        command.set_defaults(run=run)
+        return command
+
+    _add_launching(add)
+    replay = add(
+        _replay, "run a failed step again from its crash bundles, on simulated ranks"
     )
     replay.add_argument("directory", help="the directory with the crash bundles")
-    checkpoint = commands.add_parser(
-        "checkpoint",
-        help="list, verify or export checkpoints",
-        description="List, verify or export checkpoints. No training script is needed.",
-    )
-    _add_acts(checkpoint)
-    _add_traffic(commands)
-    return root
-
-
-def _add_traffic(commands: Any) -> None:
-    traffic = commands.add_parser(
-        "traffic",
-        help="predict what each update sends on any number of ranks",
-        description=(
-            "Run each function, which trains some updates, on a few simulated ranks. Print"
-            " how many bytes an update sends on any number of ranks, by label."
-        ),
-    )
+    _add_acts(add(_checkpoint, "list, verify or export checkpoints"))
+    traffic = add(_traffic, "predict what each update sends on any number of ranks")
     traffic.add_argument(
         "programs", nargs="+", metavar="FILE.py:FUNCTION", help="trains with a world"
     )
@@ -110,21 +97,15 @@ def _add_traffic(commands: Any) -> None:
     traffic.add_argument(
         "--link", metavar="MBIT,MS", help="bandwidth, latency: print seconds per update"
     )
+    return root
 
 
+_NO_OPTIONS = ("command", "act", "run")
 _SHORT = {"nproc": "-n"}  # mpirun and srun use the same letter
 
 
-def _add_launching(commands: Any) -> None:
-    launch = commands.add_parser(
-        "launch",
-        help="run a script in several processes, on one machine or more",
-        description=(
-            "Run a script in several processes on this machine, one rank each, with the"
-            " environment of torchrun. Put options of accelfn before the script. Settings that"
-            f" are not in the command line are read from {FILE} in this directory."
-        ),
-    )
+def _add_launching(add: Callable[..., Any]) -> None:
+    launch = add(_launch, "run a script in several processes, on one machine or more")
     for name, option in OPTIONS.items():
         default = "" if option.default is None else f" (default {option.default})"
         short = [_SHORT[name]] if name in _SHORT else []
@@ -147,14 +128,7 @@ def _add_launching(commands: Any) -> None:
     launch.add_argument(
         "args", nargs=argparse.REMAINDER, help="arguments of the script"
     )
-    config = commands.add_parser(
-        "config",
-        help=f"write {FILE}, the settings of accelfn launch",
-        description=(
-            f"Write {FILE}. Ask for each setting, or use the settings of --set. Other"
-            " settings in an existing file are kept."
-        ),
-    )
+    config = add(_config, f"write {FILE}, the settings of accelfn launch")
     _add_file(config)
     config.add_argument(
         "--default", action="store_true", help="write the defaults without questions"
@@ -167,21 +141,10 @@ def _add_launching(commands: Any) -> None:
         metavar="NAME=VALUE",
         help="a setting; NAME= removes the setting; you can repeat this option",
     )
-    env = commands.add_parser(
-        "env",
-        help="show this machine's versions and settings, for a bug report",
-        description="Show versions, devices, settings and variables of this machine.",
-    )
+    env = add(_env, "show this machine's versions and settings, for a bug report")
     env.add_argument("--json", dest="as_json", action="store_true", help="as JSON")
     _add_file(env)
-    test = commands.add_parser(
-        "test",
-        help="test this machine: two ranks train a step and save a checkpoint",
-        description=(
-            "Test this machine, in two minutes at most. Ranks connect, communicate, train a"
-            " step together and save a checkpoint."
-        ),
-    )
+    test = add(_test, "test this machine: two ranks train a step and save a checkpoint")
     test.add_argument("--nproc", default="2", metavar="N", help="ranks (default 2)")
 
 
@@ -270,16 +233,7 @@ def _reader_left() -> bool:
 def _run(argv: Sequence[str] | None) -> int:
     words = parser().parse_args(argv)
     try:
-        commands = {
-            "replay": _replay,
-            "launch": _launch,
-            "config": _config,
-            "env": _env,
-            "test": _test,
-            "checkpoint": _checkpoint,
-            "traffic": _traffic,
-        }
-        return commands[words.command](words)
+        return words.run(words)
     except Error as error:
         sys.stderr.write(f"accelfn {words.command}: {error}\n")
         return 2
@@ -287,7 +241,14 @@ def _run(argv: Sequence[str] | None) -> int:
         return 130
 
 
+# Each subcommand; the docstring is the text of its `--help`.
+
+
 def _replay(words: argparse.Namespace) -> int:
+    """Run a failed step again in this process, on simulated ranks.
+
+    The crash bundles were written by accelfn.testing.crash_bundles. The error is raised again.
+    """
     from accelfn.testing.plugin import replay  # noqa: PLC0415  slow, rarely needed
 
     sys.path.insert(0, "")  # so that modules in the current directory can be imported
@@ -296,10 +257,11 @@ def _replay(words: argparse.Namespace) -> int:
 
 
 def _checkpoint(words: argparse.Namespace) -> int:
+    """List, verify or export checkpoints. No training script is needed."""
     from accelfn.launching import commands  # noqa: PLC0415  rarely needed
     from accelfn.track.tracker import bar_of_bytes  # noqa: PLC0415  rarely needed
 
-    options = {k: v for k, v in vars(words).items() if k not in ("command", "act")}
+    options = {k: v for k, v in vars(words).items() if k not in _NO_OPTIONS}
     if words.act in ("verify", "export"):  # both read all files of a checkpoint
         options["bar"] = bar_of_bytes
     try:
@@ -311,14 +273,23 @@ def _checkpoint(words: argparse.Namespace) -> int:
 
 
 def _traffic(words: argparse.Namespace) -> int:
+    """Run each function, which trains some updates, on a few simulated ranks.
+
+    Print how many bytes an update sends on any number of ranks, by label.
+    """
     from accelfn.testing.traffic import foresee  # noqa: PLC0415  rarely needed
 
-    options = {k: v for k, v in vars(words).items() if k != "command"}
+    options = {k: v for k, v in vars(words).items() if k not in _NO_OPTIONS}
     sys.stdout.writelines(f"{row}\n" for row in foresee(**options))
     return 0
 
 
 def _launch(words: argparse.Namespace) -> int:
+    """Run a script in several processes on this machine, with the environment of torchrun.
+
+    Each process is one rank. Put options of accelfn before the script. Settings that are not in
+    the command line are read from accelfn.toml in this directory.
+    """
     file = find(words.config)
     table = {} if file is None else read(file)
     chosen = Settings.of(vars(words), table, str(file))
@@ -379,6 +350,10 @@ def _num_processes(nproc: int | str) -> int:
 
 
 def _config(words: argparse.Namespace) -> int:
+    """Write accelfn.toml. Ask for each setting, or use the settings of --set.
+
+    Other settings in an existing file are kept.
+    """
     from accelfn.launching.settings import configure  # noqa: PLC0415  rarely needed
 
     file = configure(words.config, words.assignments, default=words.default)
@@ -387,6 +362,7 @@ def _config(words: argparse.Namespace) -> int:
 
 
 def _env(words: argparse.Namespace) -> int:
+    """Show versions, devices, settings and variables of this machine."""
     from accelfn.launching.commands import describe  # noqa: PLC0415  rarely needed
 
     sys.stdout.write(describe(find(words.config), as_json=words.as_json))
@@ -394,6 +370,10 @@ def _env(words: argparse.Namespace) -> int:
 
 
 def _test(words: argparse.Namespace) -> int:
+    """Test this machine, in two minutes at most.
+
+    Ranks connect, communicate, train a step together and save a checkpoint.
+    """
     nproc = _num_processes(parse_setting("nproc", words.nproc, COMMAND_LINE))
     test = "accelfn.launching.selftest"
     code = launch_script(test, [str(nproc)], Plan(nproc=nproc), module=True)

@@ -229,7 +229,7 @@ class Flat(Mapping[str, Any]):
         self,
         field: str,
         where: Flats,
-        held: Mapping[Any, Any],
+        held: Any,
         *,
         kept: Mapping[str, Any],
         names: Iterable[str],

@@ -18,6 +18,7 @@ from torch.nn import functional
 from accelfn import World
 from accelfn.errors import ArgumentError
 
+_CALL = "af.wrap_deepspeed"
 _OURS: Mapping[str, str] = {
     "activation_checkpointing": "use af.checkpoint_activations()",
     "amp": 'use af.autocast("bf16")',
@@ -75,7 +76,7 @@ _OF_ZERO = (
 """The settings of `zero_optimization` that you can pass. They change results only by rounding."""
 
 
-def check_settings(call: str, config: Mapping[str, Any]) -> None:
+def check_settings(config: Mapping[str, Any]) -> None:
     """Check the names of the settings that a user passed.
 
     Raises:
@@ -83,32 +84,30 @@ def check_settings(call: str, config: Mapping[str, Any]) -> None:
     """
     for key in config:
         if key in _OURS:
-            msg = (
-                f"{call}: remove config[{key!r}], which accelfn controls: {_OURS[key]}."
-            )
+            msg = f"{_CALL}: remove config[{key!r}], which accelfn controls: {_OURS[key]}."
             raise ArgumentError(msg)
-        _check_known(call, "config", key, _THEIRS)
+        _check_known("config", key, _THEIRS)
     zero = config.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
-        msg = f'{call}: config["zero_optimization"] is {zero!r}; expected a dict.'
+        msg = f'{_CALL}: config["zero_optimization"] is {zero!r}; expected a dict.'
         raise ArgumentError(msg)
     for key in cast("Mapping[str, Any]", zero):
         if key == "stage":
-            msg = f'{call}: remove config["zero_optimization"]["stage"], and pass stage= instead.'
+            msg = f'{_CALL}: remove config["zero_optimization"]["stage"], and pass stage= instead.'
             raise ArgumentError(msg)
-        _check_known(call, 'config["zero_optimization"]', key, _OF_ZERO)
+        _check_known('config["zero_optimization"]', key, _OF_ZERO)
     offload: Any = zero.get("offload_optimizer", {"device": "cpu"})
     if not isinstance(offload, Mapping) or offload.get("device") != "cpu":
         msg = (
-            f"{call}: offload_optimizer is {offload!r}; expected {{'device': 'cpu'}}, because"
+            f"{_CALL}: offload_optimizer is {offload!r}; expected {{'device': 'cpu'}}, because"
             " a state cannot contain values that are only on a disk."
         )
         raise ArgumentError(msg)
     for key in cast("Mapping[str, Any]", offload):
-        _check_known(call, "offload_optimizer", key, ("device", "pin_memory"))
+        _check_known("offload_optimizer", key, ("device", "pin_memory"))
 
 
-def check_values(call: str, config: Mapping[str, Any]) -> None:
+def check_values(config: Mapping[str, Any]) -> None:
     """Check the values of settings with DeepSpeed's own validation.
 
     Raises:
@@ -133,11 +132,13 @@ def check_values(call: str, config: Mapping[str, Any]) -> None:
         if details:
             where += "".join(f"[{key!r}]" for key in details[0]["loc"])
             reason = f"{details[0]['msg']}, got {details[0]['input']!r}"
-        msg = f"{call}: DeepSpeed rejects {where}: {reason}."
+        msg = f"{_CALL}: DeepSpeed rejects {where}: {reason}."
         raise ArgumentError(msg) from error
     for key in _FLAGS:
         if not isinstance(config.get(key, False), bool):
-            msg = f"{call}: config[{key!r}] is {config[key]!r}; expected True or False."
+            msg = (
+                f"{_CALL}: config[{key!r}] is {config[key]!r}; expected True or False."
+            )
             raise ArgumentError(msg)
 
 
@@ -159,12 +160,12 @@ def settings_of(
     }
 
 
-def _check_known(call: str, where: str, key: Any, choices: tuple[str, ...]) -> None:
+def _check_known(where: str, key: Any, choices: tuple[str, ...]) -> None:
     if key not in choices:
         matches = difflib.get_close_matches(str(key), choices, n=1, cutoff=0.7)
         hint = f" Did you mean {matches[0]!r}?" if matches else ""
         msg = (
-            f"{call}: {where}[{key!r}] is not a setting that you can pass. You can pass"
+            f"{_CALL}: {where}[{key!r}] is not a setting that you can pass. You can pass"
             f" {', '.join(choices)}.{hint}"
         )
         raise ArgumentError(msg)
@@ -176,19 +177,19 @@ def _check_known(call: str, where: str, key: Any, choices: tuple[str, ...]) -> N
 Patch: TypeAlias = tuple[Any, str, Any]
 """A module or class, the name of its attribute, and a temporary value for the attribute."""
 _MISSING = (
-    "{call}: DeepSpeed is not installed. Install it after torch: pip install setuptools wheel"
+    f"{_CALL}: DeepSpeed is not installed. Install it after torch: pip install setuptools wheel"
     " ninja py-cpuinfo, then DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed."
 )
 
 
-def check_installed(call: str) -> None:
+def check_installed() -> None:
     """Raise an error if DeepSpeed is not installed.
 
     Raises:
         ArgumentError: DeepSpeed is not installed.
     """
     if importlib.util.find_spec("deepspeed") is None:
-        raise ArgumentError(_MISSING.format(call=call))
+        raise ArgumentError(_MISSING)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def _is_config(_owner: object, _field: object, value: object) -> None:
             ' such as {"zero_optimization": {"overlap_comm": True}}.'
         )
         raise ArgumentError(msg)
-    check_settings("af.wrap_deepspeed", cast("Mapping[str, Any]", value))
+    check_settings(cast("Mapping[str, Any]", value))
 
 
 @transform
@@ -158,8 +158,8 @@ class wrap_deepspeed:
 
     def __attrs_post_init__(self) -> None:
         """Raise an error if DeepSpeed is not installed, or rejects a setting."""
-        check_installed("af.wrap_deepspeed")
-        check_values("af.wrap_deepspeed", self.config)
+        check_installed()
+        check_values(self.config)
 
     @property
     def tells(self) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -131,19 +131,22 @@ def _row(folder: Path, step: int) -> tuple[str, str, str, str, str]:
     size = _bytes(sum(path.stat().st_size for path in files_in))
     try:
         sources = Source.all_at(folder)
+        _check_lengths(folder, sources)
     except CheckpointError as error:
         return str(step), size, age, "no", str(error)
-    for state, source in sources.items():
-        for name, file in source.manifest.files.items():
-            length = (folder / state / name).stat().st_size
-            if length != file.size:
-                where = f"{Path(state, name)} has {length} bytes"
-                why = f"{where}, but should have {file.size}"
-                return str(step), size, age, "no", why
     metrics = next(iter(sources.values())).manifest.metrics
     short = (f"{name} {value:.6g}" for name, value in metrics.items())
     columns = (", ".join(short), ", ".join(sources))
     return str(step), size, age, "yes", "  ".join(filter(None, columns))
+
+
+def _check_lengths(folder: Path, sources: Mapping[str, Source]) -> None:
+    for state, source in sources.items():
+        for name, file in source.manifest.files.items():
+            length = (folder / state / name).stat().st_size
+            if length != file.size:
+                msg = f"{Path(state, name)} has {length} bytes, but should have {file.size}"
+                raise CheckpointError(msg)
 
 
 def verify(directory: str, *, bar: Bar) -> tuple[list[str], int]:

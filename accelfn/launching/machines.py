@@ -233,8 +233,11 @@ class NumberedRendezvous(RendezvousHandler):
         """Wait for the other machines; return the store and address for the next attempt."""
         agents = self.store
         attempt, port = f"attempt {self._attempt}", agents.port
-        if self._attempt:
-            port = self._port_of(attempt, agents)
+        if self._attempt:  # ranks of a restart need a new store, which machine 0 opens
+            if self._rank == 0:
+                self._ranks = self._open_store(0)
+                agents.set(attempt, str(self._ranks.port))
+            port = int(agents.get(attempt))
         self._attempt += 1
         return RendezvousInfo(
             PrefixStore(attempt, agents),
@@ -248,13 +251,6 @@ class NumberedRendezvous(RendezvousHandler):
         return connection.open_store(
             self._host, port, self._timeout, size=size, is_local=is_local
         )
-
-    def _port_of(self, attempt: str, agents: TCPStore) -> int:
-        """Return the port of a new store for the ranks of a restart; machine 0 opens it."""
-        if self._rank == 0:
-            self._ranks = self._open_store(0)
-            agents.set(attempt, str(self._ranks.port))
-        return int(agents.get(attempt))
 
     def is_closed(self) -> bool:
         """Return False: the rendezvous is never closed."""

@@ -146,53 +146,31 @@ def _check(script: str, *, module: bool) -> None:
 
 def _variables(plan: Plan) -> dict[str, tuple[str, str]]:
     """Return environment variables to set besides torchrun's, each with a value and a reason."""
+    machines, nproc = plan.machines, plan.nproc
+    defaults: dict[str, tuple[str, str]] = {}  # unless the user has set these variables
+    if nproc > 1:
+        # The ranks share the cores equally. Without this, each rank would start a thread for
+        # every core. torchrun sets 1 thread.
+        cores = system.num_cores()
+        threads = max(1, cores // nproc)
+        defaults["OMP_NUM_THREADS"] = f"{threads}", f"{cores} cores, {nproc} ranks"
+    # The interface that reaches the other machines; on a single machine, the loopback interface.
+    # Gloo's default is the interface that the machine's name resolves to, which other machines
+    # often cannot reach.
+    why = f"its address {machines.address} reaches {machines.endpoint}"
+    interface = machines.interface
+    if machines.most == 1 and ip_address(machines.address).is_loopback:
+        interface, why = interface_of("127.0.0.1"), _ALONE
+    if interface is not None:
+        defaults["GLOO_SOCKET_IFNAME"] = interface, why
+    if machines.rank is None:  # a new store for each restart; see `machines`
+        why = "restarted ranks need a new store"
+        defaults["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1", why
     return {
         **({} if plan.axes is None else {axes.VARIABLE: (plan.axes, _ASKED)}),
         **({} if plan.least is None else {Words.VARIABLE: ("0", _MAY_GO)}),
-        **_shared_threads(plan.nproc),
-        **_gloo_interface(plan.machines),
-        **_own_stores(plan.machines),
+        **{name: row for name, row in defaults.items() if name not in os.environ},
     }
-
-
-def _shared_threads(nproc: int) -> dict[str, tuple[str, str]]:
-    """Set the number of threads per rank, unless the user has set OMP_NUM_THREADS.
-
-    The ranks share the cores equally. Without this, each rank would start a thread for every
-    core. torchrun sets 1 thread.
-    """
-    if nproc == 1 or "OMP_NUM_THREADS" in os.environ:
-        return {}
-    num_cores = system.num_cores()
-    num_threads = max(1, num_cores // nproc)
-    return {"OMP_NUM_THREADS": (str(num_threads), f"{num_cores} cores, {nproc} ranks")}
-
-
-def _gloo_interface(machines: Machines) -> dict[str, tuple[str, str]]:
-    """Set the network interface for Gloo, unless the user has set GLOO_SOCKET_IFNAME.
-
-    With several machines, this is the interface that reaches the other machines. Gloo's default
-    is the interface that the machine's name resolves to, which other machines often cannot
-    reach. On a single machine, this is the loopback interface.
-    """
-    name, interface = "GLOO_SOCKET_IFNAME", machines.interface
-    if name in os.environ:
-        return {}
-    if machines.most == 1 and ip_address(machines.address).is_loopback:
-        loopback = interface_of("127.0.0.1")
-        return {} if loopback is None else {name: (loopback, _ALONE)}
-    if interface is None:
-        return {}
-    why = f"its address {machines.address} reaches {machines.endpoint}"
-    return {name: (interface, why)}
-
-
-def _own_stores(machines: Machines) -> dict[str, tuple[str, str]]:
-    """Let torch's dynamic rendezvous open a new store for each restart; see `machines`."""
-    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    if machines.rank is not None or name in os.environ:
-        return {}
-    return {name: ("1", "restarted ranks need a new store")}
 
 
 def describe_plan(plan: Plan) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any, cast
 import attrs
 
 from accelfn import World
-from accelfn.errors import ArgumentError, TrackingError
+from accelfn.errors import TrackingError
 from accelfn.plug import arguments, system
 from accelfn.track.tracker import (
     MOST_STEPS,
@@ -141,10 +141,8 @@ def jsonl(path: str | Path, *, world: World, step: int | None = None) -> Tracker
     """
     if step is not None:
         check_step(step)
-    if not isinstance(path, (str, Path)):
-        msg = f"af.track.jsonl({path!r}): expected the path of a file."
-        raise ArgumentError(msg)
-    return custom(lambda: _Jsonl(Path(path), step), name="jsonl", world=world)
+    file = arguments.as_path(f"af.track.jsonl({path!r})", path, "a file")
+    return custom(lambda: _Jsonl(file, step), name="jsonl", world=world)
 
 
 # `read`: read a run's file, without the records that the run has replaced.
