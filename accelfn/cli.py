@@ -55,11 +55,8 @@ class _Parser(argparse.ArgumentParser):
                 self.error(f"unexpected argument {word!r}; {advice or 'see --help.'}")
             names = [string for act in self._actions for string in act.option_strings]
             close = difflib.get_close_matches(name, names, n=1)
-            suggestion = (
-                f"did you mean {close[0]}?" if close else f"see {self.prog} --help."
-            )
-            advice = advice or suggestion
-            self.exit(2, f"{self.prog}: unknown option {option}; {advice}\n")
+            hint = f"did you mean {close[0]}?" if close else f"see {self.prog} --help."
+            self.exit(2, f"{self.prog}: unknown option {option}; {advice or hint}\n")
         return result, unknown
 
     def error(self, message: str) -> NoReturn:
@@ -84,9 +81,7 @@ def parser() -> argparse.ArgumentParser:
         return command
 
     _add_launching(add)
-    replay = add(
-        _replay, "run a failed step again from its crash bundles, on simulated ranks"
-    )
+    replay = add(_replay, "run a failed step again from its crash bundles")
     replay.add_argument("directory", help="the directory with the crash bundles")
     _add_acts(add(_checkpoint, "list, verify or export checkpoints"))
     traffic = add(_traffic, "predict what each update sends on any number of ranks")
@@ -125,9 +120,7 @@ def _add_launching(add: Callable[..., Any]) -> None:
         help="the script is a module's name, as after python -m",
     )
     launch.add_argument("script", nargs="?", help="a Python file")
-    launch.add_argument(
-        "args", nargs=argparse.REMAINDER, help="arguments of the script"
-    )
+    launch.add_argument("args", nargs=argparse.REMAINDER, help="the script's arguments")
     config = add(_config, f"write {FILE}, the settings of accelfn launch")
     _add_file(config)
     config.add_argument(
@@ -149,9 +142,7 @@ def _add_launching(add: Callable[..., Any]) -> None:
 
 
 def _add_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", metavar="FILE", help=f"the settings, instead of {FILE}"
-    )
+    parser.add_argument("--config", metavar="FILE", help=f"settings, instead of {FILE}")
 
 
 _PATHS = {
@@ -306,14 +297,11 @@ def _launch(words: argparse.Namespace) -> int:
         least=least,
     )
     if words.show:
-        sys.stdout.writelines(
-            f"{row}\n" for row in chosen.lines() + describe_plan(plan)
-        )
+        rows = chosen.lines() + describe_plan(plan)
+        sys.stdout.writelines(f"{row}\n" for row in rows)
         return 0
     if words.script is None:
-        msg = (
-            "the script is missing. Add a Python file, or -m and the name of a module."
-        )
+        msg = "the script is missing. Add a Python file, or -m and a module's name."
         raise LaunchError(msg)
     _say_whose(words.args, words.script)
     _say_from_file(chosen)

@@ -108,9 +108,7 @@ class ModuleOrder:
         """Ask the other ranks through the store which place they reached."""
         store, ranks = self._store, self._ranks
         self._num_asked += 1
-        keys = [
-            f"{self._number}.{self._num_asked}.{rank}" for rank in range(ranks.size)
-        ]
+        keys = [f"{self._number}.{self._num_asked}.{r}" for r in range(ranks.size)]
         store.set(keys[ranks.rank], json.dumps([self._depth, place]))
         until = time.monotonic() + (ranks.connection.timeout(ranks.device) or 0) / 2
         while not (are_there := store.check(keys)) and time.monotonic() < until:
@@ -173,9 +171,7 @@ def reduce_by_gloo(zero: Any, ranks: World) -> None:
     """
     everywhere = zero.allreduce_and_copy_with_multiple_ranks
 
-    def reduce(
-        bucket: Sequence[torch.Tensor], dtype: torch.dtype, **options: Any
-    ) -> None:
+    def reduce(bucket: list[Any], dtype: torch.dtype, **options: Any) -> None:
         owners: Sequence[frozenset[int]] = options["bucket_ranks"]
         several = any(len(rank) > 1 for rank in owners)
         summed_apart = any(t is not None for t in options["output_bucket"])
@@ -324,13 +320,10 @@ class Zero:
         places: dict[str, Place] = {}
         for i, params in enumerate(zero.round_robin_bit16_groups):
             size = int(zero.partition_size[i])
-            for param, start in zip(
-                params, zero.round_robin_bit16_offsets[i], strict=True
-            ):
-                within = start, start + param.numel()
-                runs = [
-                    cut_of((r * size, (r + 1) * size), within) for r in range(ranks)
-                ]
+            starts = zero.round_robin_bit16_offsets[i]
+            for param, start in zip(params, starts, strict=True):
+                own = start, start + param.numel()
+                runs = [cut_of((r * size, (r + 1) * size), own) for r in range(ranks)]
                 offset = runs[rank][0] - rank * size
                 spans = [(begin - start, end - start) for begin, end in runs]
                 places[names[id(param)]] = Place(i, min(offset, size), spans)

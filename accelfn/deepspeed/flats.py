@@ -99,9 +99,7 @@ def _overlap(
         if earlier[0] < earlier[1] and begin < end:
             begin = max(begin, min(end, earlier[1]))
     low, high = cut_of(want, (begin, end))
-    return (
-        piece[low - runs[rank][0] : high - runs[rank][0]] if low < high else piece[:0]
-    )
+    return piece[low - runs[rank][0] : high - runs[rank][0]]
 
 
 def _by_calls(pieces: Mapping[str, torch.Tensor], have: Runs) -> Iterator[list[str]]:
@@ -201,9 +199,7 @@ class Flats:
 
     def to_flats(self, values: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Convert values by parameter name, sharded by rows, to flat tensors; a collective."""
-        pieces = {
-            name: tree.local(v).detach().reshape(-1) for name, v in values.items()
-        }
+        pieces = {n: tree.local(v).detach().reshape(-1) for n, v in values.items()}
         parts = redistribute(pieces, self.rows, self.cuts, self.ranks, label=_TO_FLATS)
         flats: dict[int, torch.Tensor] = {}
         for name, part in parts.items():
@@ -377,9 +373,8 @@ def flatten_opt_state(
         out[flat_key(i)] = {}
         for key, value in entries[lead].items():
             if _has_shape(key, value, lead, where):
-                by_key.setdefault(key, {}).update(
-                    {n: e[key] for n, e in entries.items()}
-                )
+                values = {name: entry[key] for name, entry in entries.items()}
+                by_key.setdefault(key, {}).update(values)
             else:
                 out[flat_key(i)][key] = tree.clone(value)
     for key in sorted(by_key):
@@ -390,11 +385,9 @@ def flatten_opt_state(
 
 def _has_shape(key: str, value: Any, name: str, where: Flats) -> bool:
     """Return whether a value has its parameter's shape, and is not a count of updates."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or optimizer.is_count(key, value):
         return False
-    return value.shape == where.layout.shapes[name] and not optimizer.is_count(
-        key, value
-    )
+    return value.shape == where.layout.shapes[name]
 
 
 def _check_alike(

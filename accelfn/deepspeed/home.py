@@ -81,11 +81,7 @@ class ZeroBinding:
     """
 
     def __init__(
-        self,
-        state: TrainState,
-        lend: Lend,
-        config: Mapping[str, Any],
-        ranks: World,
+        self, state: TrainState, lend: Lend, config: Mapping[str, Any], ranks: World
     ) -> None:
         """Build the module; its parameters have memory, but no values yet."""
         assert state.definition.layout is not None  # noqa: S101 - the transform has a layout
@@ -159,9 +155,8 @@ class ZeroBinding:
             for name, value in new.items()
         }
         want = {name: self.zero.runs_of(self._frozen[name]) for name in new}
-        parts = redistribute(
-            pieces, have, want, self._ranks, label="ZeRO: frozen parameters"
-        )
+        label = "ZeRO: frozen parameters"
+        parts = redistribute(pieces, have, want, self._ranks, label=label)
         for name, part in parts.items():
             self.zero.keep(self._frozen[name], part)
         self._kept = dict(frozen)

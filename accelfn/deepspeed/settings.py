@@ -135,10 +135,9 @@ def check_values(config: Mapping[str, Any]) -> None:
         msg = f"{_CALL}: DeepSpeed rejects {where}: {reason}."
         raise ArgumentError(msg) from error
     for key in _FLAGS:
-        if not isinstance(config.get(key, False), bool):
-            msg = (
-                f"{_CALL}: config[{key!r}] is {config[key]!r}; expected True or False."
-            )
+        value = config.get(key, False)
+        if not isinstance(value, bool):
+            msg = f"{_CALL}: config[{key!r}] is {value!r}; expected True or False."
             raise ArgumentError(msg)
 
 

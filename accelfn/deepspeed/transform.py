@@ -191,10 +191,8 @@ class wrap_deepspeed:
         # again, because with_setup and with_trainable do not call init
         self._check_grads(state)
         self._check_optimizer(state)
-        clips = state.definition.setup.facts.get("clips", ())
-        config = settings_of(
-            self.config, stage=self.stage, max_norm=min(clips, default=None)
-        )
+        max_norm = min(state.definition.setup.facts.get("clips", ()), default=None)
+        config = settings_of(self.config, stage=self.stage, max_norm=max_norm)
         ranks = state.definition.copy
         lend = sharded_lender(state.definition, f"{self!r}")
         home = ZeroBinding(state, lend, config, ranks)

@@ -178,10 +178,7 @@ class Agent(LocalElasticAgent):
     """torch's elastic agent, which here also records failures and replaces killed ranks."""
 
     def __init__(
-        self,
-        spec: WorkerSpec,
-        logs_specs: DefaultLogsSpecs,
-        least: int | None = None,
+        self, spec: WorkerSpec, logs_specs: DefaultLogsSpecs, least: int | None = None
     ) -> None:
         """Create an agent.
 
@@ -282,11 +279,7 @@ class Agent(LocalElasticAgent):
 
 
 def run_ranks(
-    command: Sequence[str],
-    plan: Plan,
-    *,
-    log_dir: str,
-    follow_all: bool,
+    command: Sequence[str], plan: Plan, *, log_dir: str, follow_all: bool
 ) -> Ended:
     """Run a Python command in several processes on this machine, and wait until they end.
 

@@ -66,11 +66,8 @@ def _settings(file: Path | None) -> dict[str, str]:
         settings = Settings.of({}, table, str(file), is_whole=False)
     except LaunchError as error:
         return {"error": str(error)}
-    return {
-        name: f"{s.value} ({s.source})"
-        for name, s in settings.by_name.items()
-        if s.value is not None
-    }
+    rows = {name: s for name, s in settings.by_name.items() if s.value is not None}
+    return {name: f"{s.value} ({s.source})" for name, s in rows.items()}
 
 
 def _packages() -> dict[str, str]:
@@ -118,10 +115,9 @@ def ls(directory: str) -> tuple[list[str], int]:
         )
         for row in table
     ]
-    dirs = sorted(path.name for path in store.glob(".tmp-*"))
-    rows += [
-        f"{name} is being written, or was left by an interrupted save" for name in dirs
-    ]
+    names = sorted(path.name for path in store.glob(".tmp-*"))
+    left = "is being written, or was left by an interrupted save"
+    rows += [f"{name} {left}" for name in names]
     return [row.rstrip() for row in rows], 0
 
 

@@ -179,9 +179,8 @@ def describe_plan(plan: Plan) -> list[str]:
     processes = "1 process" if plan.nproc == 1 else f"{plan.nproc} processes"
     lines = [f"starts {processes} on this machine"]
     if machines.rank is not None and machines.endpoint != Machines().endpoint:
-        lines.append(
-            f"connects as machine {machines.rank} of {machines.most} at {machines.endpoint}"
-        )
+        number = f"machine {machines.rank} of {machines.most}"
+        lines.append(f"connects as {number} at {machines.endpoint}")
     elif machines.most > 1:
         counts = f"{machines.fewest} to {machines.most}"
         lines.append(f"waits for {counts} machines at {machines.endpoint}")
@@ -189,10 +188,8 @@ def describe_plan(plan: Plan) -> list[str]:
         lines.append(_describe_trust(machines))
     if plan.least is not None:
         lines.append(f"continues if ranks are killed, as long as {plan.least} are left")
-    variables = _variables(plan)
-    return lines + [
-        f"sets {name}={value} ({why})" for name, (value, why) in variables.items()
-    ]
+    variables = _variables(plan).items()
+    return lines + [f"sets {name}={value} ({why})" for name, (value, why) in variables]
 
 
 def _describe_trust(machines: Machines) -> str:
@@ -304,10 +301,8 @@ class Watch:
         for local in self.stopped:
             os.kill(self.pids[local], signal.SIGTERM)
             os.kill(self.pids[local], signal.SIGCONT)
-        files = {
-            local: Path(where_file(self._error_files[local]))
-            for local in running - self.stopped
-        }
+        asked = running - self.stopped
+        files = {local: Path(where_file(self._error_files[local])) for local in asked}
         # a rank without its file has no handler yet, and the signal would kill it
         ready = {local: file for local, file in files.items() if arguments.exists(file)}
         for local in ready:

@@ -46,28 +46,26 @@ def _check(holds: bool, message: str) -> None:  # noqa: FBT001 - like an assert 
 
 def _collectives(world: af.World) -> str:
     ranks = torch.arange(world.size, device=world.device)
-    rank = ranks[world.rank]
+    total = int(af.all_reduce(ranks[world.rank], world, "sum"))
     _check(
-        int(af.all_reduce(rank, world, "sum")) == int(ranks.sum()),
+        total == int(ranks.sum()),
         "all_reduce does not return the sum of the ranks' numbers.",
     )
+    gathered = af.all_gather_objects({"rank": world.rank}, world)
     _check(
-        af.all_gather_objects({"rank": world.rank}, world)
-        == [{"rank": int(r)} for r in ranks],
+        gathered == [{"rank": int(rank)} for rank in ranks],
         "all_gather_objects does not return the ranks' objects in rank order.",
     )
     return "all_reduce, all_gather_objects and barrier work"
 
 
 def _state(world: af.World) -> af.TrainState:
-    data = af.Data(
-        torch.linspace(-1, 1, 64).reshape(32, 2), global_batch_size=8, shuffle=True
-    )
+    rows = torch.linspace(-1, 1, 64).reshape(32, 2)
     return af.TrainState.create(
         model=partial(nn.Linear, 2, 1),
         optimizer=partial(torch.optim.AdamW, lr=0.1),
         setup=af.chain(af.shard_data(), af.wrap_ddp()),
-        data=data,
+        data=af.Data(rows, global_batch_size=8, shuffle=True),
         world=world,
     )
 

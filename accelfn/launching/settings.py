@@ -112,10 +112,7 @@ OPTIONS: dict[str, Option] = {
         "auto",
     ),
     "num_machines": Option(
-        _MACHINES,
-        "N",
-        "number of machines; with --rdzv-endpoint also FEWEST:MOST",
-        1,
+        _MACHINES, "N", "number of machines; with --rdzv-endpoint also FEWEST:MOST", 1
     ),
     "machine_rank": Option(_INDEX, "I", "this machine's number, from 0"),
     "main_address": Option(_TEXT, "HOST", "address of machine 0 for other machines"),
@@ -388,9 +385,7 @@ def find(named: str | None) -> Path | None:
     if arguments.is_file(file):
         return file
     if named is not None:
-        msg = (
-            f"there is no file {named!r} in {Path.cwd()}; `accelfn config` writes one."
-        )
+        msg = f"there is no file {named!r} in {Path.cwd()}; write it: accelfn config."
         raise LaunchError(msg)
     return None
 

@@ -153,10 +153,7 @@ def layers(world: World, *, dtype: torch.dtype = torch.float32) -> Layers:
         torch.Size([2, 8])
     """
     if importlib.util.find_spec("megatron") is None:
-        msg = (
-            "af.megatron.layers needs megatron-core. Install it: pip install"
-            " 'accelfn[megatron]'."
-        )
+        msg = "af.megatron.layers needs megatron-core: pip install 'accelfn[megatron]'."
         raise ArgumentError(msg)
     return Layers(_import_layers().config_of(world.along("tp").size, dtype))
 

@@ -56,9 +56,8 @@ class Megatron(SelfSplittingLayer):
         """Create the layer with its full size, and initialize its parameters."""
         super().__init__(*sizes, **options)
         self._made = sizes, options
-        dim = self.cuts["weight"]
         set_tensor_model_parallel_attributes(
-            self.weight, is_parallel=True, dim=dim, stride=1
+            self.weight, is_parallel=True, dim=self.cuts["weight"], stride=1
         )
         self.reset_parameters()
 
@@ -104,12 +103,10 @@ class Megatron(SelfSplittingLayer):
         dim = self.cuts["weight"]
         count = self.weight.shape[dim]
         if count % size:
-            nouns = (
-                "rows" if self.word == "vocabulary" else "output features",
-                "input features",
-            )
+            noun = "input features" if dim else "output features"
+            noun = "rows" if self.word == "vocabulary" else noun
             msg = (
-                f"{caller}: {place!r} has {count} {nouns[dim]}, which do not divide evenly among"
+                f"{caller}: {place!r} has {count} {noun}, which do not divide evenly among"
                 f' the {size} ranks of "tp". Use a multiple of {size}.'
             )
             raise ModelError(msg)

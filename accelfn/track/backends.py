@@ -55,9 +55,8 @@ class _TensorBoard:
         if step < self._last:
             event = package("tensorboard.compat.proto.event_pb2", extra="tensorboard")
             log = event.SessionLog(status=event.SessionLog.START)
-            self.backend.file_writer.add_event(
-                event.Event(step=step, session_log=log), step
-            )
+            start = event.Event(step=step, session_log=log)
+            self.backend.file_writer.add_event(start, step)
         self._last = step
 
     def close(self, *, failed: bool) -> None:
@@ -267,16 +266,11 @@ class _MLflow:
 
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
         now, kind = int(time.time() * 1000), self._entities.Metric
-        self._log(
-            "metrics",
-            [kind(name, value, now, step) for name, value in metrics.items()],
-        )
+        self._log("metrics", [kind(n, v, now, step) for n, v in metrics.items()])
 
     def hyperparameters(self, hyperparameters: Mapping[str, Plain]) -> None:
         settings, kind = flat(hyperparameters), self._entities.Param
-        self._log(
-            "params", [kind(name, str(value)) for name, value in settings.items()]
-        )
+        self._log("params", [kind(n, str(value)) for n, value in settings.items()])
 
     def _log(self, kind: str, entries: list[Any]) -> None:
         for start in range(0, len(entries), _AT_ONCE):

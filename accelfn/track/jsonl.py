@@ -64,9 +64,8 @@ class _Jsonl:
             pass
 
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self._append(
-            {"step": step, "time": time.time(), "metrics": spelt(dict(metrics))}
-        )
+        values = spelt(dict(metrics))
+        self._append({"step": step, "time": time.time(), "metrics": values})
 
     def hyperparameters(self, hyperparameters: Mapping[str, Plain]) -> None:
         values = spelt(dict(hyperparameters))

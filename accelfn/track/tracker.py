@@ -16,7 +16,6 @@ from copy import deepcopy
 from functools import partial
 from importlib import import_module
 from itertools import chain, count
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias, TypeVar, cast
 
 import attrs
@@ -25,12 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from accelfn import Metrics, World
-from accelfn.errors import (
-    ArgumentError,
-    TrackingError,
-    TrackingWarning,
-    WorldError,
-)
+from accelfn.errors import ArgumentError, TrackingError, TrackingWarning, WorldError
 from accelfn.plug import arguments, devices, system
 
 # Check tracked values, and convert them to plain data for backends.
@@ -130,9 +124,9 @@ def floats(metrics: Mapping[str, Number]) -> dict[str, float]:
     }
     read = torch.stack(list(away.values())).tolist() if away else []
     numbers = {**metrics, **dict(zip(away, read, strict=True))}
-    arrays = (torch.Tensor, np.ndarray)
+    kinds = torch.Tensor, np.ndarray
     return {
-        n: float(v.item() if isinstance(v, arrays) else v) for n, v in numbers.items()
+        n: float(v.item() if isinstance(v, kinds) else v) for n, v in numbers.items()
     }
 
 
@@ -452,12 +446,7 @@ class Tracker:
         """Return the tracker."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close the tracker."""
         self.close(failed=kind is not None)
 
