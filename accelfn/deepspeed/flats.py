@@ -273,15 +273,16 @@ class Flat(Mapping[str, Any]):
         self._rows = None
 
     def _count_writes(self) -> dict[str, int]:
-        """Return how often the tensors of each converted value were written in place."""
+        """Return how often each converted tensor was written in place."""
+        values: dict[str, Any] = {}
+        for name, row in (self._rows or {}).items():
+            entry = row if isinstance(row, dict) else {}
+            values |= {f"{name}.{key}": value for key, value in entry.items()}
+            values[name] = row
+        tensors = {n: t for n, t in values.items() if isinstance(t, torch.Tensor)}
         # a write to a DTensor increments the DTensor's version; a write to the local shard
         # increments the shard's version
-        return {
-            name: sum(
-                t._version + tree.local(t)._version for t in tree.tensor_leaves(row)
-            )
-            for name, row in (self._rows or {}).items()
-        }
+        return {n: t._version + tree.local(t)._version for n, t in tensors.items()}
 
     def check_read(self) -> None:
         """Check that no converted value was written in place: flat tensors do not change with it.

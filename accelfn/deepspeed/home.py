@@ -419,10 +419,8 @@ class ZeroRunner:
             UnusedParametersError: the unused parameters differ between ranks. All ranks raise
                 an error that names the unused parameters of each rank.
         """
-        text = "\n".join(names)
-        texts = collectives.gather_text(
-            text, self._ranks, label="parameters without a gradient"
-        )
+        text, label = "\n".join(names), "parameters without a gradient"
+        texts = collectives.gather_text(text, self._ranks, label=label)
         if len({*texts}) > 1:
             rows = [", ".join(text.split("\n")[:5]) or "none" for text in texts]
             lines = "; ".join(f"on rank {rank} {row}" for rank, row in enumerate(rows))

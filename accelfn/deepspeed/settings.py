@@ -42,35 +42,19 @@ _OURS: Mapping[str, str] = {
 }
 """DeepSpeed settings that accelfn controls, each with accelfn's replacement."""
 
-_THEIRS = (
-    "comms_logger",
-    "communication_data_type",
-    "memory_breakdown",
-    "wall_clock_breakdown",
-    "zero_optimization",
-)
-"""The settings that you can pass."""
-
 _FLAGS = "memory_breakdown", "wall_clock_breakdown"
 
+_THEIRS = ("comms_logger", "communication_data_type", *_FLAGS, "zero_optimization")
+"""The settings that you can pass."""
+
 _OF_ZERO = (
-    "allgather_bucket_size",
-    "allgather_partitions",
-    "contiguous_gradients",
-    "ignore_unused_parameters",
-    "offload_optimizer",
-    "overlap_comm",
-    "reduce_bucket_size",
-    "reduce_scatter",
-    "round_robin_gradients",
-    "stage3_allgather_sequential",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_model_persistence_threshold",
-    "stage3_param_persistence_threshold",
-    "stage3_prefetch_bucket_size",
-    "stage3_use_all_reduce_for_fetch_params",
-    "sub_group_size",
+    *("allgather_bucket_size", "allgather_partitions", "contiguous_gradients"),
+    *("ignore_unused_parameters", "offload_optimizer", "overlap_comm"),
+    *("reduce_bucket_size", "reduce_scatter", "round_robin_gradients"),
+    *("stage3_allgather_sequential", "stage3_max_live_parameters"),
+    *("stage3_max_reuse_distance", "stage3_model_persistence_threshold"),
+    *("stage3_param_persistence_threshold", "stage3_prefetch_bucket_size"),
+    *("stage3_use_all_reduce_for_fetch_params", "sub_group_size"),
     "use_multi_rank_bucket_allreduce",
 )
 """The settings of `zero_optimization` that you can pass. They change results only by rounding."""
@@ -163,10 +147,8 @@ def _check_known(where: str, key: Any, choices: tuple[str, ...]) -> None:
     if key not in choices:
         matches = difflib.get_close_matches(str(key), choices, n=1, cutoff=0.7)
         hint = f" Did you mean {matches[0]!r}?" if matches else ""
-        msg = (
-            f"{_CALL}: {where}[{key!r}] is not a setting that you can pass. You can pass"
-            f" {', '.join(choices)}.{hint}"
-        )
+        names = ", ".join(choices)
+        msg = f"{_CALL}: you cannot pass {where}[{key!r}]. You can pass {names}.{hint}"
         raise ArgumentError(msg)
 
 

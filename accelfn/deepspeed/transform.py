@@ -2,7 +2,7 @@
 """`wrap_deepspeed`: shard optimizer state, gradients and parameters with DeepSpeed's ZeRO."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import attrs
 import torch
@@ -17,7 +17,6 @@ from accelfn.deepspeed.settings import (
     settings_of,
 )
 from accelfn.errors import (
-    ArgumentError,
     CompositionError,
     ModelError,
     OptimizerError,
@@ -40,14 +39,11 @@ _is_stage = arguments.satisfies(
 )
 
 
-def _is_config(_owner: object, _field: object, value: object) -> None:
-    if not isinstance(value, Mapping):
-        msg = (
-            f"af.wrap_deepspeed(config={value!r}): expected a dict of DeepSpeed's settings,"
-            ' such as {"zero_optimization": {"overlap_comm": True}}.'
-        )
-        raise ArgumentError(msg)
-    check_settings(cast("Mapping[str, Any]", value))
+_is_config = arguments.satisfies(
+    lambda value: isinstance(value, Mapping),
+    "a dict of DeepSpeed's settings, such as"
+    ' {"zero_optimization": {"overlap_comm": True}}',
+)
 
 
 @transform
@@ -157,7 +153,8 @@ class wrap_deepspeed:
     )
 
     def __attrs_post_init__(self) -> None:
-        """Raise an error if DeepSpeed is not installed, or rejects a setting."""
+        """Raise an error if a setting is invalid, or DeepSpeed is not installed."""
+        check_settings(self.config)
         check_installed()
         check_values(self.config)
 
@@ -210,8 +207,7 @@ class wrap_deepspeed:
             msg = (
                 f"{self!r}: DeepSpeed needs a process for each rank, but simulated ranks share"
                 " one process. Start processes with accelfn launch, torchrun or"
-                " accelfn.testing.run_processes. Or use af.wrap_fsdp(), which works in simulated"
-                " worlds."
+                " accelfn.testing.run_processes. Or use af.wrap_fsdp()."
             )
             raise WorldError(msg)
         axes = {n: s for n, s in world.axes.items() if s > 1 and n != "dp_shard"}
@@ -239,10 +235,7 @@ class wrap_deepspeed:
                     if type(owner).__name__ == "clip_grad_norm"
                     else f" Use {owner!r} with af.wrap_fsdp() instead."
                 )
-                msg = (
-                    f"{self!r}: DeepSpeed keeps the gradients to itself, but {owner!r} has to"
-                    f" read them.{hint}"
-                )
+                msg = f"{self!r}: DeepSpeed keeps the gradients, but {owner!r} reads them.{hint}"
                 raise CompositionError(msg)
 
     def _check_model(self, state: TrainState) -> None:
@@ -283,8 +276,7 @@ class wrap_deepspeed:
         for i, group in enumerate(optimizer.param_groups):
             if not any(id(param) in ids for param in group["params"]):
                 msg = (
-                    f"{self!r}: the optimizer's parameter group {i} has no trained parameter,"
-                    " and DeepSpeed does not support such a group. Remove the group, or train"
-                    " one of its parameters."
+                    f"{self!r}: parameter group {i} has no trained parameter, which DeepSpeed"
+                    " does not support. Remove the group, or train one of its parameters."
                 )
                 raise OptimizerError(msg)

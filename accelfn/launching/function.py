@@ -106,10 +106,7 @@ def launch(
 def _check(size: object, fn: object, *, device: object, timeout: object) -> None:
     """Reject arguments that every rank would reject."""
     if callable(size):
-        msg = (
-            f"af.launch({size!r}, ...): the first argument must be the number of ranks. Write"
-            " af.launch(2, fn, *args)."
-        )
+        msg = f"af.launch({size!r}, ...): the first argument is a number: af.launch(2, fn, *args)."
         raise ArgumentError(msg)
     if not arguments.is_integer(size, 1) or size > MOST_PROCESSES:
         most = f"{MOST_PROCESSES} at most"

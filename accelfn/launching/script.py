@@ -123,12 +123,8 @@ def run_here(command: Sequence[str], plan: Plan, *, follow_all: bool = False) ->
         _signal_handlers_kept(),
         _torch_log_muted(),
     ):
-        return run_ranks(
-            [_WORKER, str(os.getpid()), *command],
-            plan,
-            log_dir=log_dir,
-            follow_all=follow_all,
-        )
+        command = [_WORKER, str(os.getpid()), *command]
+        return run_ranks(command, plan, log_dir=log_dir, follow_all=follow_all)
 
 
 def _check(script: str, *, module: bool) -> None:
@@ -368,12 +364,8 @@ def _users(stack: str) -> str:
 
 # Words in an error that another rank caused: accelfn's, Gloo's and NCCL's errors.
 _LOST_PEER = (
-    "PeerFailed",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "failed to recv, got 0 bytes",
-    "ncclRemoteError",
+    *("PeerFailed", "Connection closed by peer", "Connection reset by peer"),
+    *("Broken pipe", "failed to recv, got 0 bytes", "ncclRemoteError"),
 )
 _CRASHED = "its stack is in the output above, after 'Fatal Python error'"
 _WHY_SIGNALED: Mapping[int, str] = {
@@ -526,11 +518,9 @@ class Ended:
         if self.left_on_signal:
             name = signal.Signals(first.exit_code - 128).name
             return f"all ranks exited because of {name}, rank {first.rank} first."
+        how, seconds = f"{first.ending}, pid {first.pid}", first.at - self.started
         lines = [
-            (
-                f"rank {first.rank} failed first ({first.ending}, pid {first.pid}) "
-                f"after {first.at - self.started:.1f} s"
-            ),
+            f"rank {first.rank} failed first ({how}) after {seconds:.1f} s",
             first.traceback.rstrip() or _why_no_traceback(first),
         ]
         places = {first.places, ()}

@@ -47,10 +47,7 @@ def _check(holds: bool, message: str) -> None:  # noqa: FBT001 - like an assert 
 def _collectives(world: af.World) -> str:
     ranks = torch.arange(world.size, device=world.device)
     total = int(af.all_reduce(ranks[world.rank], world, "sum"))
-    _check(
-        total == int(ranks.sum()),
-        "all_reduce does not return the sum of the ranks' numbers.",
-    )
+    _check(total == int(ranks.sum()), "all_reduce does not return the ranks' sum.")
     gathered = af.all_gather_objects({"rank": world.rank}, world)
     _check(
         gathered == [{"rank": int(rank)} for rank in ranks],

@@ -432,10 +432,7 @@ def _decode_bounded(data: bytes) -> str:
     brackets = data.count(b"[") + data.count(b"{")
     dots = max(line.count(b".") for line in data.split(b"\n"))
     if len(data) > _MOST_BYTES or brackets + dots > _DEEPEST:
-        msg = (
-            f"it has more than {_MOST_BYTES} bytes, or more than {_DEEPEST} brackets and dots,"
-            " which settings never have"
-        )
+        msg = f"it has more than {_MOST_BYTES} bytes, or more than {_DEEPEST} brackets and dots"
         raise ValueError(msg)
     return data.decode()
 

@@ -27,7 +27,6 @@ class _TensorBoard:
     def __init__(self, directory: Path, step: int | None) -> None:
         package("tensorboard", extra="tensorboard")
         self._torch = package("torch.utils.tensorboard", extra="tensorboard")
-        self._summary = package("torch.utils.tensorboard.summary", extra="tensorboard")
         self.backend = self._torch.SummaryWriter(
             str(directory),
             purge_step=None if step is None else step + 1,
@@ -42,7 +41,7 @@ class _TensorBoard:
 
     def hyperparameters(self, hyperparameters: Mapping[str, Plain]) -> None:
         table: dict[str, Any] = flat(hyperparameters)
-        for record in self._summary.hparams(table, {}):
+        for record in self._torch.summary.hparams(table, {}):
             self.backend.file_writer.add_summary(record)
 
     def images(self, images: Mapping[str, Pixels], step: int) -> None:
@@ -227,18 +226,15 @@ def comet(
         TrackingError: the package comet_ml is missing, or the experiment could not be opened.
     """
     folder = None if directory is None else str(directory)
-    settings = {"name": name, "offline_directory": folder}
     options = {
+        "settings": {"name": name, "offline_directory": folder},
         "project_name": project,
         "experiment_key": run_id,
         "mode": "create" if run_id is None else "get_or_create",
         "online": not offline,
     }
     return custom(
-        lambda: _Comet(settings, **options),
-        name="comet",
-        world=world,
-        accepts=(IMAGES,),
+        lambda: _Comet(**options), name="comet", world=world, accepts=(IMAGES,)
     )
 
 

@@ -123,11 +123,9 @@ def floats(metrics: Mapping[str, Number]) -> dict[str, float]:
         if isinstance(value, torch.Tensor) and value.device.type != "cpu"
     }
     read = torch.stack(list(away.values())).tolist() if away else []
-    numbers = {**metrics, **dict(zip(away, read, strict=True))}
+    items = {**metrics, **dict(zip(away, read, strict=True))}.items()
     kinds = torch.Tensor, np.ndarray
-    return {
-        n: float(v.item() if isinstance(v, kinds) else v) for n, v in numbers.items()
-    }
+    return {n: float(v.item() if isinstance(v, kinds) else v) for n, v in items}
 
 
 def check_image(name: str, image: object) -> None:
@@ -576,10 +574,7 @@ def peak_memory_bytes(world: World) -> int:
         return devices.peak_memory(world.device)
     largest = system.peak_resident_bytes()
     if largest is None:
-        msg = (
-            "af.peak_memory_bytes(world): Windows does not report the memory of a process that"
-            " computes on the CPU."
-        )
+        msg = "af.peak_memory_bytes(world): on the CPU, Windows does not report the memory."
         raise WorldError(msg)
     return largest
 

@@ -47,13 +47,16 @@ def test_a_stage_is_1_2_or_3(stage):
         ({"bf16": {"enabled": True}}, r'af\.autocast\("bf16"\)'),
         ({"checkpoint": {}}, r"af\.CheckpointStore"),
         ({"zero_optimisation": {}}, "Did you mean 'zero_optimization'"),
-        ({"curriculum_learning": {}}, "not a setting that you can pass"),
-        ({"gradient_predivide_factor": 2.0}, "not a setting that you can pass"),
+        ({"curriculum_learning": {}}, "you cannot pass"),
+        ({"gradient_predivide_factor": 2.0}, "you cannot pass"),
         ({"zero_optimization": 2}, "expected a dict"),
         ({"zero_optimization": {"stage": 2}}, "pass stage= instead"),
         ({"zero_optimization": {"overlap_com": True}}, "Did you mean 'overlap_comm'"),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "not a setting"),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "not a setting"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "you cannot pass"),
+        (
+            {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+            "you cannot pass",
+        ),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "disk"),
         ({"zero_optimization": {"offload_optimizer": "cpu"}}, "'device': 'cpu'"),
         (
@@ -159,7 +162,7 @@ def test_what_it_cannot_stand_beside_is_refused(other, match):
 @pytest.mark.parametrize(
     ("other", "match"),
     [
-        (af.clip_grad_value(0.1), "has to read them"),
+        (af.clip_grad_value(0.1), "reads them"),
         (af.clip_grad_norm(1.0, norm_type=1.0), "only clips by the global 2-norm"),
         (af.clip_grad_norm(1.0, per_group=True), "only clips by the global 2-norm"),
     ],
