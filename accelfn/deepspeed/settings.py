@@ -61,10 +61,11 @@ _OF_ZERO = (
 
 
 def check_settings(config: Mapping[str, Any]) -> None:
-    """Check the names of the settings that a user passed.
+    """Check the settings that a user passed.
 
     Raises:
-        ArgumentError: accelfn controls a setting, or a setting is unknown or not supported.
+        ArgumentError: accelfn controls a setting, a setting is unknown or not supported, DeepSpeed
+            is not installed, or a value is invalid.
     """
     for key in config:
         if key in _OURS:
@@ -89,16 +90,18 @@ def check_settings(config: Mapping[str, Any]) -> None:
         raise ArgumentError(msg)
     for key in cast("Mapping[str, Any]", offload):
         _check_known("offload_optimizer", key, ("device", "pin_memory"))
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ArgumentError(_MISSING)
+    if config:  # otherwise DeepSpeed need not be imported
+        _check_values(config)
 
 
-def check_values(config: Mapping[str, Any]) -> None:
+def _check_values(config: Mapping[str, Any]) -> None:
     """Check the values of settings with DeepSpeed's own validation.
 
     Raises:
         ArgumentError: a value is invalid; the message names the first invalid value.
     """
-    if not config:
-        return  # DeepSpeed need not be imported
     runtime: Any = importlib.import_module("deepspeed.runtime.config")
     zero: Any = importlib.import_module("deepspeed.runtime.zero.config")
     where = "config"
@@ -161,16 +164,6 @@ _MISSING = (
     f"{_CALL}: DeepSpeed is not installed. Install it after torch: pip install setuptools wheel"
     " ninja py-cpuinfo, then DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed."
 )
-
-
-def check_installed() -> None:
-    """Raise an error if DeepSpeed is not installed.
-
-    Raises:
-        ArgumentError: DeepSpeed is not installed.
-    """
-    if importlib.util.find_spec("deepspeed") is None:
-        raise ArgumentError(_MISSING)
 
 
 @contextmanager

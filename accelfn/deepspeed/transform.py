@@ -10,18 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from accelfn import TrainState, World, chain, transform
-from accelfn.deepspeed.settings import (
-    check_installed,
-    check_settings,
-    check_values,
-    settings_of,
-)
-from accelfn.errors import (
-    CompositionError,
-    ModelError,
-    OptimizerError,
-    WorldError,
-)
+from accelfn.deepspeed.settings import check_settings, settings_of
+from accelfn.errors import CompositionError, ModelError, OptimizerError, WorldError
 from accelfn.plug import (
     arguments,
     build_engine,
@@ -31,14 +21,10 @@ from accelfn.plug import (
 )
 
 _NOTHING: Mapping[str, Any] = {}
-
-
 _is_stage = arguments.satisfies(
     lambda value: value in (1, 2, 3) and value is not True,
     "1 (shards the optimizer's state), 2 (also gradients), or 3 (also parameters)",
 )
-
-
 _is_config = arguments.satisfies(
     lambda value: isinstance(value, Mapping),
     "a dict of DeepSpeed's settings, such as"
@@ -155,8 +141,6 @@ class wrap_deepspeed:
     def __attrs_post_init__(self) -> None:
         """Raise an error if a setting is invalid, or DeepSpeed is not installed."""
         check_settings(self.config)
-        check_installed()
-        check_values(self.config)
 
     @property
     def tells(self) -> Mapping[str, Any]:
