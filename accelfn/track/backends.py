@@ -226,7 +226,7 @@ def comet(
         TrackingError: the package comet_ml is missing, or the experiment could not be opened.
     """
     folder = None if directory is None else str(directory)
-    options = {
+    options: dict[str, Any] = {
         "settings": {"name": name, "offline_directory": folder},
         "project_name": project,
         "experiment_key": run_id,

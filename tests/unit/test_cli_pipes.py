@@ -64,10 +64,10 @@ def test_a_reader_that_leaves_is_no_error(folder, words, unbuffered):
 def test_another_broken_pipe_is_an_error(monkeypatch):
     """One of what a command does, and not of what it prints, is not hidden."""
 
-    def fail(_):
+    def replay(_):
         raise BrokenPipeError("of a step that is run again")
 
-    monkeypatch.setattr(cli, "_replay", fail)
+    monkeypatch.setattr(cli, "_replay", replay)
     with pytest.raises(BrokenPipeError, match="of a step"):
         cli.main(["replay", "somewhere"])
 
