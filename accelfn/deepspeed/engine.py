@@ -322,8 +322,10 @@ class Zero:
             size = int(zero.partition_size[i])
             starts = zero.round_robin_bit16_offsets[i]
             for param, start in zip(params, starts, strict=True):
-                own = start, start + param.numel()
-                runs = [cut_of((r * size, (r + 1) * size), own) for r in range(ranks)]
+                interval = start, start + param.numel()
+                runs = [
+                    cut_of((r * size, (r + 1) * size), interval) for r in range(ranks)
+                ]
                 offset = runs[rank][0] - rank * size
                 spans = [(begin - start, end - start) for begin, end in runs]
                 places[names[id(param)]] = Place(i, min(offset, size), spans)

@@ -225,9 +225,9 @@ class Flat(Mapping[str, Any]):
         self,
         field: str,
         where: Flats,
-        held: Any,
+        flats: Any,
         *,
-        kept: Mapping[str, Any],
+        plain: Mapping[str, Any],
         names: Iterable[str],
         convert: Callable[[], dict[str, Any]],
     ) -> None:
@@ -236,20 +236,20 @@ class Flat(Mapping[str, Any]):
         Args:
             field: the name of the field, for errors.
             where: where trained parameters are in the flat tensors.
-            held: becomes the attribute `held`.
-            kept: the values that are not converted, such as frozen parameters, by name.
+            flats: becomes the attribute `held`.
+            plain: the values that are not converted, such as frozen parameters, by name.
             names: all names, in order.
             convert: converts the other values; a collective.
         """
-        self._field, self._kept, self._names = field, kept, tuple(names)
-        self.where, self.held, self._convert = where, held, convert
+        self._field, self._plain, self._names = field, plain, tuple(names)
+        self.where, self.held, self._convert = where, flats, convert
         self._rows: dict[str, Any] | None = None
         self._versions: dict[str, int] = {}
 
     def __getitem__(self, name: str) -> Any:
         """Return a value; the first read converts all values, which is a collective."""
-        if name in self._kept:
-            return self._kept[name]
+        if name in self._plain:
+            return self._plain[name]
         if self._rows is None:
             with torch.no_grad():
                 self._rows = self._convert()
@@ -310,17 +310,17 @@ def flat_params(
 ) -> Flat:
     """Return a state's parameters in flat tensors; `names` are those of all parameters."""
     convert = partial(where.read, flats)
-    return Flat("params", where, flats, kept=frozen, names=names, convert=convert)
+    return Flat("params", where, flats, plain=frozen, names=names, convert=convert)
 
 
 def flat_opt_state(where: Flats, state: OptState) -> Flat:
     """Return a state's optimizer state in flat tensors, whose entries are `state`."""
     keys = [flat_key(i) for i in range(len(where.sizes))]
     names = [n for i, key in enumerate(keys) if key in state for n in where.names_of(i)]
-    others = {key: entry for key, entry in state.items() if key not in keys}
+    plain = {key: entry for key, entry in state.items() if key not in keys}
     convert = partial(_read_entries, where, state, names)
     return Flat(
-        "opt_state", where, state, kept=others, names=(*names, *others), convert=convert
+        "opt_state", where, state, plain=plain, names=(*names, *plain), convert=convert
     )
 
 

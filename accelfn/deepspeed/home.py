@@ -140,9 +140,9 @@ class ZeroBinding:
         """Return values if they are flat tensors with the layout of this binding."""
         if not isinstance(values, Flat):
             return None
-        there, here = values.where, self.where
-        alike = there.places == here.places and there.sizes == here.sizes
-        return values if alike else None
+        theirs, ours = values.where, self.where
+        is_same = theirs.places == ours.places and theirs.sizes == ours.sizes
+        return values if is_same else None
 
     def _keep(self, frozen: Mapping[str, torch.Tensor]) -> None:
         """Copy a state's frozen parameters to DeepSpeed; a collective if they changed."""

@@ -233,13 +233,13 @@ class Agent(LocalElasticAgent):
         failures = by_cause(result.failures, watch)
         ranks = [worker_group.workers[local].global_rank for local in watch.pids]
         many = (worker_group.group_world_size or 1) > 1
-        self.ended = ended = Ended(failures, ranks, self._started, many)
-        if failures and ended.left_on_signal:
+        self.ended = outcome = Ended(failures, ranks, self._started, many)
+        if failures and outcome.left_on_signal:
             self._remaining_restarts = 0
         elif failures and self._remaining_restarts:
             most = self._worker_group.spec.max_restarts
             number = most - self._remaining_restarts + 1
-            say(f"{ended.report}\nrestart {number} of {most} follows")
+            say(f"{outcome.report}\nrestart {number} of {most} follows")
             self._started = time.time()
         return result
 
@@ -271,8 +271,8 @@ class Agent(LocalElasticAgent):
         """Return the `Watch` for the current processes; create it if they changed."""
         context = self._pcontext
         assert context is not None  # noqa: S101 - torch's agent starts its ranks first
-        gone = self._crew.gone if self._crew is not None else frozenset[int]()
-        pids = {n: pid for n, pid in context.pids().items() if n not in gone}
+        dead = self._crew.gone if self._crew is not None else frozenset[int]()
+        pids = {n: pid for n, pid in context.pids().items() if n not in dead}
         if self._watch is None or self._watch.pids != pids:
             self._watch = Watch(pids, context.error_files)
         return self._watch

@@ -116,8 +116,8 @@ def ls(directory: str) -> tuple[list[str], int]:
         for row in table
     ]
     names = sorted(path.name for path in store.glob(".tmp-*"))
-    left = "is being written, or was left by an interrupted save"
-    rows += [f"{name} {left}" for name in names]
+    reason = "is being written, or was left by an interrupted save"
+    rows += [f"{name} {reason}" for name in names]
     return [row.rstrip() for row in rows], 0
 
 

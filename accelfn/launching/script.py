@@ -297,8 +297,8 @@ class Watch:
         for local in self.stopped:
             os.kill(self.pids[local], signal.SIGTERM)
             os.kill(self.pids[local], signal.SIGCONT)
-        asked = running - self.stopped
-        files = {local: Path(where_file(self._error_files[local])) for local in asked}
+        targets = running - self.stopped
+        files = {local: Path(where_file(self._error_files[local])) for local in targets}
         # a rank without its file has no handler yet, and the signal would kill it
         ready = {local: file for local, file in files.items() if arguments.exists(file)}
         for local in ready:

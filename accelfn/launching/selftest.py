@@ -48,9 +48,9 @@ def _collectives(world: af.World) -> str:
     ranks = torch.arange(world.size, device=world.device)
     total = int(af.all_reduce(ranks[world.rank], world, "sum"))
     _check(total == int(ranks.sum()), "all_reduce does not return the ranks' sum.")
-    gathered = af.all_gather_objects({"rank": world.rank}, world)
+    objects = af.all_gather_objects({"rank": world.rank}, world)
     _check(
-        gathered == [{"rank": int(rank)} for rank in ranks],
+        objects == [{"rank": int(rank)} for rank in ranks],
         "all_gather_objects does not return the ranks' objects in rank order.",
     )
     return "all_reduce, all_gather_objects and barrier work"

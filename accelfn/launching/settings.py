@@ -268,10 +268,10 @@ class Settings:
 
     def _check_rivals(self) -> None:
         """Raise if settings exclude each other."""
-        numbered, dynamic = self._names_set(NUMBERED), self._names_set(DYNAMIC)
-        if numbered and dynamic:
+        static, dynamic = self._names_set(NUMBERED), self._names_set(DYNAMIC)
+        if static and dynamic:
             msg = (
-                f"{_join_flags(numbered)} cannot be used with {_join_flags(dynamic)}: either"
+                f"{_join_flags(static)} cannot be used with {_join_flags(dynamic)}: either"
                 " you number the machines, or the rendezvous numbers them."
             )
             raise LaunchError(msg)
@@ -287,20 +287,20 @@ class Settings:
 
     def _check_whole(self) -> None:
         """Raise if settings are missing, or have no effect."""
-        numbered, dynamic = self._names_set(NUMBERED), self._names_set(DYNAMIC)
+        static, dynamic = self._names_set(NUMBERED), self._names_set(DYNAMIC)
         count = self["num_machines"]
-        needed: tuple[str, ...] = ()
+        names: tuple[str, ...] = ()
         if dynamic:
-            needed = DYNAMIC
+            names = DYNAMIC
         elif isinstance(count, str):
-            needed = ("rdzv_endpoint",)
+            names = ("rdzv_endpoint",)
         elif count > 1:
-            needed = ("machine_rank", "main_address")
-        elif numbered and self.by_name["num_machines"].source == DEFAULT:
-            needed = ("num_machines",)
-        missing = [name for name in needed if name not in numbered + dynamic]
+            names = ("machine_rank", "main_address")
+        elif static and self.by_name["num_machines"].source == DEFAULT:
+            names = ("num_machines",)
+        missing = [name for name in names if name not in static + dynamic]
         if missing:
-            flags = _join_flags(dynamic or numbered or ["num_machines"])
+            flags = _join_flags(dynamic or static or ["num_machines"])
             msg = f"{flags} needs {_join_flags(missing)} too."
             raise LaunchError(msg)
 

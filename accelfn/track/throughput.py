@@ -96,8 +96,8 @@ class throughput:
             samples = updates * int(state.data.global_batch_size)
         elif epochs:
             samples += epochs * len(state.data)
-        own = torch.tensor(seconds, dtype=torch.float64)
-        slowest = all_reduce(own, world, op="max")
+        duration = torch.tensor(seconds, dtype=torch.float64)
+        slowest = all_reduce(duration, world, op="max")
         speed = float(samples) / float(slowest)
         result = {"samples_per_second": speed}
         if self.tokens_per_sample is not None:
