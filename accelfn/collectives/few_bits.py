@@ -131,12 +131,7 @@ def start_parts(
 
 
 def start_mean(
-    rows: torch.Tensor,
-    ranks: World,
-    bits: int,
-    dtype: torch.dtype,
-    *,
-    label: str,
+    rows: torch.Tensor, ranks: World, bits: int, dtype: torch.dtype, *, label: str
 ) -> tuple[Pending, torch.Tensor, torch.Tensor]:
     """Start the second half: send the mean of this rank's part to all ranks.
 

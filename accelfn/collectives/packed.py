@@ -19,11 +19,7 @@ from torch._utils import (
 )
 
 from accelfn.base import tree
-from accelfn.base.arguments import (
-    Number,
-    advise,
-    is_number,
-)
+from accelfn.base.arguments import Number, advise, is_number
 from accelfn.base.devices import is_positive, readable, send_async
 from accelfn.base.tree import local
 from accelfn.collectives.failures import (

@@ -575,11 +575,7 @@ Shapes: TypeAlias = list[list[int]]
 
 
 def all_to_all(
-    values: Sequence[T],
-    world: World,
-    *,
-    equal: bool = False,
-    label: str = "all_to_all",
+    values: Sequence[T], world: World, *, equal: bool = False, label: str = "all_to_all"
 ) -> list[T]:
     """Send one value to each rank; return the values that the ranks sent to this rank.
 

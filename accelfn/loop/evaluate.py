@@ -11,12 +11,7 @@ import numpy as np
 import torch
 
 from accelfn.base import codec, draws, tree
-from accelfn.base.arguments import (
-    advise,
-    call_mismatch,
-    explain_call_errors,
-    is_number,
-)
+from accelfn.base.arguments import advise, call_mismatch, explain_call_errors, is_number
 from accelfn.base.draws import own_modes
 from accelfn.base.tree import local
 from accelfn.collectives.failures import check_world

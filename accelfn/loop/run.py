@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import attrs
 import torch
 
-from accelfn.base.arguments import (
-    explain_call_errors,
-    integer,
-    is_integer,
-    qualname,
-)
+from accelfn.base.arguments import explain_call_errors, integer, is_integer, qualname
 from accelfn.collectives.failures import check_world
 from accelfn.collectives.trees import all_reduce
 from accelfn.errors import ArgumentError
@@ -81,8 +76,7 @@ def deliver(number: int, _frame: FrameType | None = None) -> bool:
 
 @contextmanager
 def stopping(
-    world: World,
-    signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
+    world: World, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)
 ) -> Generator[Stop]:
     """Catch termination signals, and stop all ranks after the same step.
 

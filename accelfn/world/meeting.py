@@ -278,11 +278,7 @@ def store_of(place: Place, timeout: float) -> dist.Store:
         # a launcher inside this process may already have a store at this port
         is_local = place.local_size == place.size
         return open_store(
-            address,
-            port,
-            timedelta(seconds=timeout),
-            is_local=is_local,
-            is_shared=True,
+            address, port, timedelta(seconds=timeout), is_local=is_local, is_shared=True
         )
     _await(address, port, timeout)
     return dist.TCPStore(
