@@ -17,7 +17,8 @@ import stat
 import sys
 import tomllib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeGuard, TypeVar, cast
@@ -185,6 +186,11 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def is_positive(value: object) -> TypeGuard[float]:
+    """Return whether a value is a finite number above 0; a bool is not."""
+    return is_number(value) and 0 < value < math.inf
+
+
 def is_word(value: object) -> TypeGuard[str]:
     """Return whether a value is non-empty text that UTF-8 can encode."""
     try:
@@ -238,13 +244,9 @@ def check_sizes(call: str, values: object) -> None:
     Raises:
         ArgumentError: the value is not a sequence, is empty, or has an invalid number.
     """
-    is_several = isinstance(values, Sequence) and not isinstance(values, str)
-    sizes = cast("Sequence[object]", values) if is_several else ()
+    sizes = cast("Sequence[object]", values) if isinstance(values, Sequence) else ()
     if not sizes or not all(is_integer(size, 1) for size in sizes):
-        msg = (
-            f"{call}(sizes={values!r}): expected numbers of ranks, each 1 or more, such as"
-            " sizes=[1, 2, 4]."
-        )
+        msg = f"{call}(sizes={values!r}): expected numbers of ranks, such as [1, 2, 4]."
         raise ArgumentError(msg)
 
 
@@ -278,19 +280,10 @@ def integer(least: int, what: str | None = None, *, within: str = "af.") -> Vali
 
 
 def truth(*, within: str = "af.") -> Validator:
-    """Return an attrs validator for True or False.
-
-    Args:
-        within: the text before the name of the field's class in the error.
-    """
-
-    def check(owner: object, field: Any, value: object) -> None:
-        if not isinstance(value, bool):
-            call = f"{within}{type(owner).__name__}"
-            msg = f"{call}({field.name}={value!r}): expected True or False."
-            raise ArgumentError(msg)
-
-    return check
+    """Return an attrs validator for True or False; `within` as for `satisfies`."""
+    return satisfies(
+        lambda value: isinstance(value, bool), "True or False", within=within
+    )
 
 
 def satisfies(
@@ -373,17 +366,13 @@ def as_path(call: str, value: object, what: str) -> Path:
     Raises:
         ArgumentError: the value is not a path, or no file system accepts it.
     """
-    try:
+    with suppress(TypeError, UnicodeEncodeError):  # no path, half of a surrogate pair
         path = Path(cast("str", value))
-        os.fsencode(path)
-        fits = "\0" not in str(path)
-    except (TypeError, UnicodeEncodeError):  # no path, or half of a surrogate pair
-        path, fits = Path(), False
-    if not fits:
-        text = repr(value) if isinstance(value, (str, bytes)) else type(value).__name__
-        msg = f"{call}: expected the path of {what}, got {text}."
-        raise ArgumentError(msg)
-    return path
+        if b"\0" not in os.fsencode(path):
+            return path
+    text = repr(value) if isinstance(value, (str, bytes)) else type(value).__name__
+    msg = f"{call}: expected the path of {what}, got {text}."
+    raise ArgumentError(msg)
 
 
 def call_mismatch(
@@ -519,13 +508,8 @@ def _describe_mismatch(
         all_params, args = all_params[1:], args[1:]
     params = [param for param in all_params if param.kind is not param.VAR_KEYWORD]
     names = [param.name for param in params]
-    arguments = ", ".join(
-        [
-            *map(_format_argument, args),
-            *(f"{n}={_format_argument(v)}" for n, v in kwargs.items()),
-        ]
-    )
-    begin = f"{name}({arguments}):"
+    arguments = [*map(_format_argument, args), *_format_keywords(kwargs.items())]
+    begin = f"{name}({', '.join(arguments)}):"
     unknown = [kwarg for kwarg in kwargs if kwarg not in names]
     if unknown and len(params) == len(all_params):
         return f"{begin} {_suggest_name(name, unknown[0], params)}"
@@ -536,25 +520,22 @@ def _describe_mismatch(
         is_mistaken = any(map(_is_torchs, args)) or not all(map(_is_plain, surplus))
         if is_mistaken and (advice := find_hint("calls", name)):
             return f"{begin} {advice}."
-        return f"{begin} {_suggest_keywords(name, args, by_position, names)}"
+        by_name = [name for name in names if name not in by_position]
+        return f"{begin} {_suggest_keywords(name, surplus, by_position, by_name)}"
     return f"{begin} {error}. Write {_usage(name, params)}."
 
 
 def _suggest_keywords(
-    name: str, args: tuple[Any, ...], by_position: list[str], names: list[str]
+    name: str, surplus: tuple[Any, ...], by_position: list[str], by_name: list[str]
 ) -> str:
     """Return the error text for too many positional arguments, with keywords to write."""
     positional = f"only {' and '.join(by_position)}" if by_position else "no argument"
-    surplus = args[len(by_position) :]
-    free = [name for name in names if name not in by_position and name != "name"]
-    arguments = [*by_position]
-    arguments += [
-        f"{n}={_format_argument(v)}" for n, v in zip(free, surplus, strict=False)
-    ]
+    free = [name for name in by_name if name != "name"]
     if len(surplus) <= len(free) and all(map(_is_plain, surplus)):
-        usage = f"Write {name}({', '.join(arguments)})"
+        arguments = _format_keywords(zip(free, surplus, strict=False))
+        usage = f"Write {name}({', '.join([*by_position, *arguments])})"
     else:
-        keywords = ", ".join(f"{name}=" for name in names if name not in by_position)
+        keywords = ", ".join(f"{name}=" for name in by_name)
         usage = f"Pass these by name: {keywords}" if keywords else "Remove the others"
     return f"{positional} can be passed by position. {usage}."
 
@@ -562,17 +543,12 @@ def _suggest_keywords(
 def _suggest_name(name: str, word: str, params: list[inspect.Parameter]) -> str:
     """Return the error text for an unknown keyword argument, with the nearest known name."""
     keywords = [param.name for param in params if param.kind not in _BY_PLACE]
-    advice = find_hint(name, word)
-    if advice is None:
-        matches = difflib.get_close_matches(word, keywords, n=1)
-        advice = f"{matches[0]}=" if matches else None
-    if advice is None:
-        usage = ", ".join(map(_format_param, params))
-        usage = f"{name} accepts {usage or 'no argument'}"
-        return f"there is no argument {word}=; {usage}."
+    matches = difflib.get_close_matches(word, keywords, n=1)
+    advice = find_hint(name, word) or "".join(f"{match}=" for match in matches)
     if advice in [f"{keyword}=" for keyword in keywords]:
         return f"there is no argument {word}=; did you mean {advice}?"
-    return f"there is no argument {word}=; {advice}."
+    usage = ", ".join(map(_format_param, params)) or "no argument"
+    return f"there is no argument {word}=; {advice or f'{name} accepts {usage}'}."
 
 
 def _format_param(param: inspect.Parameter) -> str:
@@ -586,14 +562,11 @@ def _usage(name: str, params: list[inspect.Parameter]) -> str:
     """Return the shortest valid call, or the call that users should make instead."""
     if made_by := find_hint("constructors", name):
         return made_by
-    arguments: list[str] = []
-    for param in params:
-        if param.kind is param.VAR_POSITIONAL:
-            arguments.append(f"*{param.name}")
-        elif param.default is param.empty:
-            arguments.append(
-                f"{param.name}=..." if param.kind is _BY_NAME else param.name
-            )
+    arguments = [
+        f"{p.name}=..." if p.kind is _BY_NAME else _format_param(p).removesuffix("=")
+        for p in params
+        if p.default is p.empty
+    ]
     return f"{name}({', '.join(arguments)})"
 
 
@@ -604,6 +577,10 @@ def _is_plain(value: object) -> bool:
 def _is_torchs(value: object) -> bool:
     """Whether a value is a module, an optimizer, or parameters of a module."""
     return isinstance(value, (torch.nn.Module, torch.optim.Optimizer, Iterator))
+
+
+def _format_keywords(pairs: Iterable[tuple[str, object]]) -> list[str]:
+    return [f"{name}={_format_argument(value)}" for name, value in pairs]
 
 
 def _format_argument(value: object) -> str:
@@ -666,8 +643,6 @@ def text_as_html(record: object) -> str:
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?)?B")
 _POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 

@@ -79,38 +79,23 @@ def to_bytes(tree: Any, *, path: str = "value") -> bytes:
     Raises:
         PlainDataError: a leaf is neither a tensor nor plain data.
     """
+    import safetensors.torch  # noqa: PLC0415 - many programs neither send nor save objects
+
     tensors = Table()
-    return pack(encode(tree, tensors, path=path), tensors)
+    coded = encode(tree, tensors, path=path)
+    # copies, because safetensors rejects tensors that share memory, such as views
+    dense = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
+    return safetensors.torch.save(dense, metadata={"state": json.dumps(coded)})
 
 
 def from_bytes(data: bytes, device: str = "cpu") -> Any:
     """Return the tree that `to_bytes` encoded."""
-    json_tree, tensors = unpack(data, device)
-    return decode(json_tree, tensors)
-
-
-def pack(coded: Any, tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """Return a safetensors file as bytes, with the tensors and the JSON data as metadata."""
-    import safetensors.torch  # noqa: PLC0415 - many programs neither send nor save objects
-
-    # copies, because safetensors rejects tensors that share memory, such as views
-    dense = {
-        key: tensor.detach().cpu().contiguous().clone()
-        for key, tensor in tensors.items()
-    }
-    return safetensors.torch.save(dense, metadata={"state": json.dumps(coded)})
-
-
-def unpack(data: bytes, device: str = "cpu") -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the JSON data and the tensors that `pack` wrote."""
     import safetensors.torch  # noqa: PLC0415 - often not needed
 
-    tensors = {
-        key: tensor.to(device) for key, tensor in safetensors.torch.load(data).items()
-    }
+    tensors = {k: t.to(device) for k, t in safetensors.torch.load(data).items()}
     # a safetensors file begins with the header's length in 8 bytes, then the header as JSON
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return json.loads(header["__metadata__"]["state"]), tensors
+    return decode(json.loads(header["__metadata__"]["state"]), tensors)
 
 
 def encode(
@@ -249,20 +234,22 @@ def _check_number(value: Any, path: str) -> None:
         raise PlainDataError(msg)
 
 
+def kind_of(tensor: torch.Tensor) -> str | None:
+    """Return the kind of a tensor that is not dense or has no values; None for other tensors."""
+    kinds = {
+        "nested": tensor.is_nested,
+        "quantized": tensor.is_quantized,
+        str(tensor.layout).removeprefix("torch."): tensor.layout is not torch.strided,
+        "meta": tensor.is_meta,
+    }
+    return next((kind for kind, is_kind in kinds.items() if is_kind), None)
+
+
 def _check_storable(tensor: torch.Tensor, path: str) -> None:
-    if (
-        tensor.is_meta
-        or tensor.layout is not torch.strided
-        or tensor.is_quantized
-        or tensor.is_nested
-    ):
-        kind = str(tensor.layout)
-        if tensor.is_quantized or tensor.is_nested:
-            kind = "quantized" if tensor.is_quantized else "nested"
+    if kind := kind_of(tensor):
         msg = (
-            f"{path} is a {kind} tensor on the device {tensor.device}, but only dense"
-            " tensors with values can be saved or sent. Replace it by tensor.to_dense(), or"
-            " by the dense tensors that it consists of."
+            f"{path} is a {kind} tensor, but only dense tensors with values can be saved or"
+            " sent. Replace it by tensor.to_dense(), or by its dense parts."
         )
         raise PlainDataError(msg)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):

@@ -26,18 +26,13 @@ def is_positive(total: torch.Tensor) -> bool:
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the CPU; a meta tensor becomes zeros, equal on all ranks."""
-    return (
-        torch.zeros(tensor.shape, dtype=tensor.dtype)
-        if tensor.is_meta
-        else tensor.cpu()
-    )
+    is_meta = tensor.is_meta
+    return tensor.new_zeros(tensor.shape, device="cpu") if is_meta else tensor.cpu()
 
 
 def is_set_to(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return `one.is_set_to(other)`: the same view of the same memory; also for meta tensors."""
-    if not one.is_meta:
-        return one.is_set_to(other)
-    return other.is_meta and _view(one) == _view(other)
+    return _view(one) == _view(other) if one.is_meta else one.is_set_to(other)
 
 
 def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -144,15 +139,10 @@ def wait_for_all(tensors: Iterable[torch.Tensor]) -> None:
             torch.get_device_module(device).synchronize(device)
 
 
+@cache
 def can_pin(device: torch.device) -> bool:
     """Return whether a device can copy to and from pinned memory asynchronously."""
-    return _can_pin(device.type)
-
-
-@cache
-def _can_pin(kind_of_device: str) -> bool:
-    """Return whether torch can pin memory for a device type."""
-    if kind_of_device in ("cpu", "mps") or kind_of_device != kind():
+    if device.type in ("cpu", "mps") or device.type != kind():
         return False  # the device shares the host's memory, or is not on this machine
     try:
         return torch.empty(1, pin_memory=True).is_pinned()
@@ -164,18 +154,18 @@ def host_memory(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Allocate a CPU tensor, in pinned memory if the device supports this."""
-    return torch.empty(shape, dtype=dtype, pin_memory=_can_pin(device.type))
+    return torch.empty(shape, dtype=dtype, pin_memory=can_pin(device))
 
 
 def pin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a CPU tensor in pinned memory, if the device supports this."""
-    is_ready = not tensor.is_cpu or not _can_pin(device.type) or tensor.is_pinned()
+    is_ready = not tensor.is_cpu or not can_pin(device) or tensor.is_pinned()
     return tensor if is_ready else tensor.pin_memory()
 
 
 def send_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a CPU tensor to a device, asynchronously if the device supports this."""
-    return pin(tensor, device).to(device, non_blocking=_can_pin(device.type))
+    return pin(tensor, device).to(device, non_blocking=can_pin(device))
 
 
 # The device of a rank: the CPU, or any accelerator that torch supports.

@@ -25,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import register_pytree_node
 
-from accelfn.base.arguments import find_hint
+from accelfn.base.arguments import Number, find_hint
 from accelfn.errors import ArgumentError, BatchError, CallError
 
 # `Pending`: the result of a collective that may still be running.
@@ -201,11 +201,6 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
-def have_shards(tensors: Iterable[Any]) -> bool:
-    """Return whether any tensor is a DTensor."""
-    return any(map(is_shard, tensors))
-
-
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Return whether a tensor or its local shard is a subclass that wraps other tensors."""
     return is_traceable_wrapper_subclass(local(tensor))
@@ -275,31 +270,32 @@ def clone_shards(tensor: Any) -> torch.Tensor:
     return with_local(tensor, pad_part(part.detach(), room(part)))
 
 
-def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
+def tree_map(
+    fn: Callable[[Any], Any],
+    tree: Any,
+    *,
+    by_key: bool = False,
+    is_leaf: Callable[[Any], bool] = lambda _: False,
+) -> Any:
     """Return a tree with the same containers and `fn(leaf)` instead of every leaf.
 
     A dataclass or attrs record is copied, and its fields are set. Its `__init__` does not
     run, and attributes that are not fields are kept.
 
+    Args:
+        fn: the function of a leaf.
+        tree: the tree.
+        by_key: whether to visit the entries of dicts in the order of `leaves_by_key`.
+        is_leaf: returns whether a container counts as a leaf.
+
     Raises:
         ArgumentError: a mapping's class does not accept a dict, or a record cannot be copied.
     """
-    return _map(fn, tree, by_key=False)
-
-
-def _map(
-    fn: Callable[[Any], Any],
-    tree: Any,
-    *,
-    by_key: bool,
-    is_leaf: Callable[[Any], bool] | None = None,
-) -> Any:
-    """Map a tree, as `tree_map`; `is_leaf(container)` may declare a container to be a leaf."""
-    if isinstance(tree, torch.Tensor) or (is_leaf is not None and is_leaf(tree)):
+    if isinstance(tree, torch.Tensor) or is_leaf(tree):
         return fn(tree)
 
     def inner(value: Any) -> Any:
-        return _map(fn, value, by_key=by_key, is_leaf=is_leaf)
+        return tree_map(fn, value, by_key=by_key, is_leaf=is_leaf)
 
     if isinstance(tree, Mapping):
         items = cast("Mapping[Any, Any]", tree)
@@ -326,27 +322,25 @@ def _like(items: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
             return kind(cast("Any", items).default_factory, values)
         return kind(values)
     except TypeError as error:
-        msg = (
-            f"A batch, a slot or a message between ranks contains a {kind.__name__}. accelfn"
-            f" cannot copy it, because {kind.__name__}(a_dict) raises TypeError: {error}. Use a"
-            " dict instead."
-        )
-        raise ArgumentError(msg) from error
+        _refuse_copy(kind, f"{kind.__name__}(a_dict)", error)
 
 
 def _map_record(inner: Callable[[Any], Any], record: Any) -> Any:
     try:
         result = copy.copy(record)
     except (AttributeError, TypeError) as error:
-        msg = (
-            f"A batch, a slot or a message between ranks contains a {type(record).__name__}."
-            " accelfn cannot copy it, because copy.copy raises"
-            f" {type(error).__name__}: {error}. Put its fields into a dict instead."
-        )
-        raise ArgumentError(msg) from error
+        _refuse_copy(type(record), "copy.copy", error)
     for name, value in _set_fields(record):
         object.__setattr__(result, name, inner(value))  # also works for frozen records
     return result
+
+
+def _refuse_copy(kind: type, call: str, error: Exception) -> NoReturn:
+    msg = (
+        f"A batch, a slot or a message between ranks contains a {kind.__name__}. accelfn cannot"
+        f" copy it, because {call} raises {type(error).__name__}: {error}. Use a dict instead."
+    )
+    raise ArgumentError(msg) from error
 
 
 def _set_fields(record: Any) -> Iterator[tuple[str, Any]]:
@@ -369,12 +363,6 @@ def _fields(kind: type) -> tuple[str, ...]:
     if dataclasses.is_dataclass(kind):
         return tuple(field.name for field in dataclasses.fields(kind))
     return ()
-
-
-def tree_map_all(fn: Callable[..., Any], first: Any, *trees: Any) -> Any:
-    """Call `fn` with the matching leaves of several trees; return the first tree's containers."""
-    leaves = zip(*(tree_leaves(tree) for tree in (first, *trees)), strict=True)
-    return tree_map(lambda _: fn(*next(leaves)), first)
 
 
 def tree_leaves(tree: Any) -> list[Any]:
@@ -418,7 +406,7 @@ def leaves_by_key(tree: Any) -> list[Any]:
 def with_leaves(tree: Any, leaves: Iterable[Any]) -> Any:
     """Return a tree with the same containers and new leaves, in the order of `leaves_by_key`."""
     rest = iter(leaves)
-    return _map(lambda _: next(rest), tree, by_key=True)
+    return tree_map(lambda _: next(rest), tree, by_key=True)
 
 
 def _by_key(items: Mapping[Any, Any]) -> Iterable[Any]:
@@ -427,27 +415,25 @@ def _by_key(items: Mapping[Any, Any]) -> Iterable[Any]:
 
 def outline(tree: Any, show: Callable[[Any], str]) -> str:
     """Return a tree as text, with `show(leaf)` for every leaf, and dicts sorted by key."""
-    if not isinstance(tree, torch.Tensor):
-        if isinstance(tree, Mapping):
-            items = cast("Mapping[Any, Any]", tree)
-            inside = ", ".join(
-                f"{key!r}: {outline(items[key], show)}" for key in _by_key(items)
-            )
-            return f"{{{inside}}}"
-        if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
-            parts = ", ".join(outline(v, show) for v in cast("list[Any]", tree))
-            return f"[{parts}]" if isinstance(tree, list) else f"({parts})"
-        if isinstance(tree, Pending):
-            return f"Pending({outline(tree.wait(), show)})"
-        inner: Iterable[tuple[str, Any]] = _set_fields(tree)
-        if isinstance(tree, tuple):
-            named = cast("Any", tree)
-            inner = zip(named._fields, named, strict=True)
-        elif not _fields(type(tree)):
-            return show(tree)
-        fields = ", ".join(f"{name}={outline(value, show)}" for name, value in inner)
-        return f"{type(tree).__name__}({fields})"
-    return show(tree)
+    if isinstance(tree, torch.Tensor):
+        return show(tree)
+    if isinstance(tree, Mapping):
+        items = cast("Mapping[Any, Any]", tree)
+        pairs = [f"{key!r}: {outline(items[key], show)}" for key in _by_key(items)]
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
+        parts = ", ".join(outline(v, show) for v in cast("list[Any]", tree))
+        return f"[{parts}]" if isinstance(tree, list) else f"({parts})"
+    if isinstance(tree, Pending):
+        return f"Pending({outline(tree.wait(), show)})"
+    if isinstance(tree, tuple):
+        inner = cast("Any", tree)._asdict().items()
+    elif _fields(type(tree)):
+        inner = _set_fields(tree)
+    else:
+        return show(tree)
+    fields = ", ".join(f"{name}={outline(value, show)}" for name, value in inner)
+    return f"{type(tree).__name__}({fields})"
 
 
 def tensor_leaves(tree: Any) -> list[torch.Tensor]:
@@ -491,7 +477,7 @@ def to_device(tree: Any, device: torch.device, *, opaque: bool = True) -> Any:
             return leaf.to(device)
         return leaf
 
-    return _map(move, tree, by_key=False, is_leaf=_moves_itself)
+    return tree_map(move, tree, is_leaf=_moves_itself)
 
 
 def _moves_itself(tree: Any) -> bool:
@@ -550,33 +536,29 @@ def _parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return parts
 
 
-def _factor_for(
-    number: float | torch.Tensor, tensors: Iterable[torch.Tensor]
-) -> float | torch.Tensor:
-    """Return a number on a device where it can be multiplied with all tensors.
+def mul_(tensors: Iterable[torch.Tensor], factor: Number) -> None:
+    """Multiply all tensors by the same number."""
+    _scale_(torch._foreach_mul_, tensors, factor)  # pyright: ignore[reportPrivateUsage]
+
+
+def div_(tensors: Iterable[torch.Tensor], divisor: Number) -> None:
+    """Divide all tensors by the same number."""
+    _scale_(torch._foreach_div_, tensors, divisor)  # pyright: ignore[reportPrivateUsage]
+
+
+def _scale_(
+    fused: Callable[..., object], tensors: Iterable[torch.Tensor], number: Number
+) -> None:
+    """Call a fused operator with a number, which may be on another device than the tensors.
 
     If some tensors are on the CPU, a number on an accelerator is copied to the CPU. The copy
     waits for the device.
     """
+    parts = _parts(tensors)
     if isinstance(number, torch.Tensor) and not number.is_cpu:
-        return number.cpu() if any(tensor.is_cpu for tensor in tensors) else number
-    return number
-
-
-def mul_(tensors: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """Multiply all tensors by the same number."""
-    parts = _parts(tensors)
+        number = number.cpu() if any(part.is_cpu for part in parts) else number
     if parts:
-        factor = _factor_for(factor, parts)
-        torch._foreach_mul_(parts, factor)  # pyright: ignore[reportPrivateUsage]
-
-
-def div_(tensors: Iterable[torch.Tensor], divisor: float | torch.Tensor) -> None:
-    """Divide all tensors by the same number."""
-    parts = _parts(tensors)
-    if parts:
-        divisor = _factor_for(divisor, parts)
-        torch._foreach_div_(parts, divisor)  # pyright: ignore[reportPrivateUsage]
+        fused(parts, number)
 
 
 fused_adam_ = torch._fused_adam_  # pyright: ignore[reportPrivateUsage]

@@ -380,7 +380,14 @@ def tensors_of(values: Any, label: str, world: World) -> list[torch.Tensor]:
                 " af.broadcast_object."
             )
             raise ArgumentError(msg)
-        _check_dense(leaf, label, world)
+        kind = codec.kind_of(leaf)
+        if kind is not None and (kind, world.device.type) != ("meta", "meta"):
+            msg = (
+                f"{label}: the values contain a {kind} tensor, but this call can send only"
+                " dense tensors with values. Call to_dense() or dequantize(), or pass the"
+                " dense tensors that it consists of."
+            )
+            raise ArgumentError(msg)
     return leaves
 
 
@@ -398,23 +405,6 @@ def _warn_of_lost_gradients(
             " af.all_gather(values, world, grad=True) and compute with its result. Otherwise pass"
             " values.detach()."
         )
-
-
-def _check_dense(leaf: torch.Tensor, label: str, world: World) -> None:
-    is_valueless = leaf.is_meta and world.device.type != "meta"
-    if leaf.layout is torch.strided and not (
-        is_valueless or leaf.is_quantized or leaf.is_nested
-    ):
-        return
-    kind = str(leaf.layout).removeprefix("torch.")
-    for name in ("meta", "quantized", "nested"):
-        kind = name if getattr(leaf, f"is_{name}") else kind
-    msg = (
-        f"{label}: the values contain a {kind} tensor, but this call can send only dense tensors"
-        " with values. Call to_dense() or dequantize(), or pass the dense tensors that it"
-        " consists of."
-    )
-    raise ArgumentError(msg)
 
 
 def _by_dtype(

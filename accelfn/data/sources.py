@@ -454,9 +454,10 @@ class Joined:
             for number, places, inner in self._by_part(indices)
         ]
         turns = torch.cat([places for places, _ in pieces]).argsort()
-        return tree.tree_map_all(
-            lambda *leaves: torch.cat(leaves).index_select(0, turns),
-            *[values for _, values in pieces],
+        values = [value for _, value in pieces]
+        leaves = zip(*map(tree.tree_leaves, values), strict=True)
+        return tree.tree_map(
+            lambda _: torch.cat(next(leaves)).index_select(0, turns), values[0]
         )
 
     def _by_part(self, indices: Indices) -> Iterator[tuple[int, Indices, Indices]]:

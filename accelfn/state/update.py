@@ -15,7 +15,7 @@ from accelfn.base import draws
 from accelfn.base.arguments import is_number
 from accelfn.base.devices import host_memory
 from accelfn.base.draws import NOTHING, span
-from accelfn.base.tree import have_shards
+from accelfn.base.tree import is_shard
 from accelfn.definition.transform import ARGUMENTS, WRAPPERS
 from accelfn.errors import ArgumentError, OptimizerError
 from accelfn.model.optimizer import STRUCTURE, Assignments, Hyper
@@ -112,7 +112,7 @@ class Update:
         """Whether every rank has the same gradients: they are reduced, and not sharded."""
         grads, trains_apart = self.grads, self.state.definition.trains_apart
         return grads.reduced and not (
-            trains_apart or have_shards(grads.as_taken.values())
+            trains_apart or any(map(is_shard, grads.as_taken.values()))
         )
 
     def with_grads(self, grads: Grads) -> "Update":

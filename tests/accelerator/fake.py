@@ -133,7 +133,7 @@ def install() -> None:
     for name in (*_LOW, *_WIDE):
         aten.impl(name, _cast(name), "AutocastPrivateUse1")
     # torch gives Python no way to say how memory is pinned: all of the host's is here
-    devices._can_pin = lambda kind: kind == NAME
+    devices.can_pin = lambda device: device.type == NAME
     torch.empty = _unpinned(torch.empty)
     torch.Tensor.pin_memory = lambda tensor: tensor
     torch.Tensor.is_pinned = lambda tensor: tensor.is_cpu

@@ -41,7 +41,7 @@ class Blocks(nn.Module):
 def without_streams() -> Iterator[None]:
     """Let nothing be sent ahead in the block."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "_can_pin", lambda _: False)
+        patch.setattr(devices, "can_pin", lambda _: False)
         yield
 
 
