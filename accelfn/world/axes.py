@@ -8,7 +8,8 @@ Accelerate.
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 from accelfn.base.arguments import is_integer
@@ -80,7 +81,8 @@ def choose_axes(call: str, axes: object, text: str | None, size: int) -> dict[st
     launch_axes = parse_axes(f"{VARIABLE}={text}", text, size)
     if axes is None:
         return launch_axes
-    if _large_axes(script_axes) != _large_axes(launch_axes):
+    large, own = ({n: a[n] for n in long(a)} for a in (launch_axes, script_axes))
+    if own != large:
         msg = (
             f"{call}(axes={axes!r}) and {VARIABLE}={text}, which `accelfn launch --axes`"
             " sets, name different axes. Remove one of the two."
@@ -89,15 +91,19 @@ def choose_axes(call: str, axes: object, text: str | None, size: int) -> dict[st
     return script_axes
 
 
-def _large_axes(axes: Mapping[str, int]) -> dict[str, int]:
-    return {name: axes[name] for name in long(axes, tuple(axes))}
-
-
 def _fill_in(call: str, axes: Mapping[Any, Any], size: int | None) -> dict[str, int]:
     """Return sizes as `resolve_axes` does; if the world's size is None, -1 is kept."""
     sizes: dict[str, int] = dict(axes)
     for name, extent in sizes.items():
-        _check(call, name, extent)
+        if (name, extent) == ("pp", 1):
+            continue
+        check_name(call, name)
+        if not is_integer(extent, 1) and extent != -1:
+            msg = (
+                f"{call}: {name!r} is {extent!r}; expected a number of ranks, 1 or more, or"
+                " -1 for the remaining ranks."
+            )
+            raise ArgumentError(msg)
     free = [name for name, extent in sizes.items() if extent == -1]
     factor = math.prod(extent for extent in sizes.values() if extent != -1)
     if len(free) > 1:
@@ -130,18 +136,6 @@ def extents(call: str, axes: object) -> dict[str, int]:
         )
         raise ArgumentError(msg)
     return resolve_axes(call, axes, math.prod(n for n in values if is_integer(n, 1)))
-
-
-def _check(call: str, name: object, extent: object) -> None:
-    if name == "pp" and extent == 1:
-        return
-    check_name(call, name)
-    if not is_integer(extent, 1) and extent != -1:
-        msg = (
-            f"{call}: {name!r} is {extent!r}; expected a number of ranks, 1 or more, or"
-            " -1 for the remaining ranks."
-        )
-        raise ArgumentError(msg)
 
 
 def fold_cp(axes: Mapping[str, int]) -> dict[str, int]:
@@ -196,8 +190,11 @@ def place(axes: Mapping[str, int], rank: int) -> dict[str, int]:
     return {name: coordinates[name] for name in axes}
 
 
-def long(axes: Mapping[str, int], names: Sequence[str]) -> tuple[str, ...]:
-    """Return the named axes, without axes of one rank, outermost first."""
+def long(
+    axes: Mapping[str, int], names: Collection[str] | None = None
+) -> tuple[str, ...]:
+    """Return all axes or the named axes, without axes of one rank, outermost first."""
+    names = axes if names is None else names
     return tuple(name for name in axes if name in names and axes[name] > 1)
 
 
@@ -206,10 +203,6 @@ def neighbor_runs(axes: Mapping[str, int]) -> list[tuple[str, ...]]:
 
     Axes with one rank are left out.
     """
-    names = long(axes, tuple(axes))
-    runs = [
-        names[begin:end]
-        for begin in range(len(names))
-        for end in range(begin + 1, len(names) + 1)
-    ]
-    return [run for run in runs if run != names]
+    names = long(axes)
+    pairs = combinations(range(len(names) + 1), 2)
+    return [names[begin:end] for begin, end in pairs if end - begin < len(names)]

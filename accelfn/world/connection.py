@@ -29,7 +29,6 @@ from accelfn.world.axes import neighbor_runs, rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from typing import TypeAlias
 
 # pyright: reportIncompatibleMethodOverride=false
 
@@ -323,11 +322,11 @@ class Connection:
         names: tuple[str, ...],
         group: dist.ProcessGroup | None,
         simulated: Any = None,
-    ) -> None:
+    ) -> Connection:
         """Add the connection along some of the world's axes; it shares the dict `parts`."""
-        self.parts[names] = Connection(
-            group, self.activity, simulated=simulated, parts=self.parts
-        )
+        part = Connection(group, self.activity, simulated=simulated, parts=self.parts)
+        self.parts[names] = part
+        return part
 
     def hold(self, let_go: Callable[[], None]) -> None:
         """Register a bound method that drops references when the world is closed."""
@@ -616,10 +615,9 @@ def open_rows(
     return own_group
 
 
-Groups: TypeAlias = dict[tuple[str, ...], dist.ProcessGroup]
-
-
-def open_groups(axes: Mapping[str, int], rank: int, timeout: float) -> Groups:
+def open_groups(
+    axes: Mapping[str, int], rank: int, timeout: float
+) -> dict[tuple[str, ...], dist.ProcessGroup]:
     """Open the groups of all runs of neighboring axes, and return the groups of this rank.
 
     All ranks must open all groups in the same order.

@@ -106,8 +106,7 @@ class Meeting:
 
 def check_backend(backend: str | None) -> None:
     """Raise unless this torch build has the backend, or each backend of a list."""
-    for part in [] if backend is None else backend.split(","):
-        name = part.split(":")[-1]
+    for name in () if backend is None else sorted(_names_of(backend)):
         if not dist.is_backend_available(name):
             msg = (
                 f"World.from_env(backend={backend!r}): this torch build has no backend"
@@ -129,18 +128,12 @@ def refuse_open_group() -> None:
         raise WorldError(msg)
 
 
-def join(
-    meeting: Meeting, *, backend: str | None, device: torch.device
-) -> tuple[Connection, bool]:
-    """Return the connection of all ranks, and whether this call opened the process group."""
+def join(meeting: Meeting, *, backend: str | None, device: torch.device) -> Connection:
+    """Return the connection of all ranks; open the process group if it is not open yet."""
     place = meeting.place
     if dist.is_initialized():
-        group = dist.group.WORLD
-        if group is not None and (group.rank(), group.size()) == (
-            place.rank,
-            place.size,
-        ):
-            return _connection(place, group, group.get_group_store()), False
+        if (dist.get_rank(), dist.get_world_size()) == (place.rank, place.size):
+            return _connection(place, cast("Any", dist.group.WORLD).get_group_store())
         msg = (
             f"This process is rank {dist.get_rank()} of {dist.get_world_size()} in torch's open"
             f" process group, but the environment says RANK={place.rank} of"
@@ -149,36 +142,24 @@ def join(
         )
         raise WorldError(msg)
     backend = _backend(device) if backend is None else backend
-    names = {part.split(":")[-1] for part in backend.split(",")}
-    meeting.opens_in_time = names <= _CAN_CHANGE_TIMEOUT
-    with explain_opening(place.rank, place.size, backend):
+    meeting.opens_in_time = _names_of(backend) <= _CAN_CHANGE_TIMEOUT
+    rank, size = place.rank, place.size
+    with explain_opening(rank, size, backend):
         store = _meet(meeting)
-    open_default_group(
-        store,
-        place.rank,
-        place.size,
-        backend=backend,
-        device=device,
-        timeout=meeting.seconds_to_open,
-    )
-    return _connection(place, dist.group.WORLD, store), True
+    open_default_group(store, rank, size, backend, timeout=meeting.seconds_to_open)
+    connection = _connection(place, store)
+    connection.own()
+    return connection
 
 
 def open_default_group(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    *,
-    backend: str | None,
-    device: torch.device,
-    timeout: float,
+    store: dist.Store, rank: int, size: int, backend: str, *, timeout: float
 ) -> None:
     """Open torch's default process group, through a store that all ranks have reached.
 
     Raises:
         WorldError: torch cannot open the group.
     """
-    backend = _backend(device) if backend is None else backend
     with explain_opening(rank, size, backend):
         store.set_timeout(timedelta(seconds=timeout))
         dist.init_process_group(
@@ -204,6 +185,11 @@ def explain_opening(rank: int, size: int, backend: str | None) -> Generator[None
         raise WorldError(msg) from error
 
 
+def _names_of(backend: str) -> set[str]:
+    """Return the names of the backends in text such as "cpu:gloo,cuda:nccl"."""
+    return {part.split(":")[-1] for part in backend.split(",")}
+
+
 def _backend(device: torch.device) -> str:
     """Return the backend for devices of this type, together with gloo for the CPU."""
     if device.type == "cpu":
@@ -219,14 +205,11 @@ def _backend(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{backends[device.type]}"
 
 
-def _connection(
-    place: Place, group: dist.ProcessGroup | None, store: dist.Store
-) -> Connection:
-    """Return a connection whose ranks report their status through the store."""
-    roll_call = RollCall(
-        store, place.rank, place.size, rank_0_keeps_it=not place.has_store
-    )
-    return Connection(group, roll_call=roll_call)
+def _connection(place: Place, store: dist.Store) -> Connection:
+    """Return the default group's connection; ranks report their status through the store."""
+    keeps_it = not place.has_store
+    roll_call = RollCall(store, place.rank, place.size, rank_0_keeps_it=keeps_it)
+    return Connection(dist.group.WORLD, roll_call=roll_call)
 
 
 def _meet(meeting: Meeting) -> dist.Store:
@@ -270,20 +253,14 @@ def _counts(store: dist.Store, size: int) -> list[int]:
 
 def store_of(place: Place, timeout: float) -> dist.Store:
     """Return the store of a run; rank 0 opens the store if no launcher did."""
-    address, port = place.address, place.port
-    assert address is not None  # noqa: S101 - a process without an address has no store
-    assert port is not None  # noqa: S101
-    keeps_it = place.rank == 0 and not place.has_store
-    if keeps_it:
+    address, port = cast("Any", (place.address, place.port))
+    limit = timedelta(seconds=timeout)
+    if place.rank == 0 and not place.has_store:
         # a launcher inside this process may already have a store at this port
         is_local = place.local_size == place.size
-        return open_store(
-            address, port, timedelta(seconds=timeout), is_local=is_local, is_shared=True
-        )
+        return open_store(address, port, limit, is_local=is_local, is_shared=True)
     _await(address, port, timeout)
-    return dist.TCPStore(
-        address, port, timeout=timedelta(seconds=timeout), wait_for_workers=False
-    )
+    return dist.TCPStore(address, port, timeout=limit, wait_for_workers=False)
 
 
 def _await(address: str, port: int, timeout: float) -> None:
@@ -297,10 +274,8 @@ def _await(address: str, port: int, timeout: float) -> None:
             socket.create_connection((address, port), timeout=timeout).close()
         except OSError as error:
             if time.monotonic() > until:
-                seconds = f"{round(timeout, 1):g} s"
-                msg = (
-                    f"no process listens at {address}:{port} after {seconds} ({error})"
-                )
+                place = f"{address}:{port} after {round(timeout, 1):g} s"
+                msg = f"no process listens at {place} ({error})"
                 raise WorldError(msg) from error
         else:
             return
@@ -395,11 +370,6 @@ class Words:
         return self.store.check([f"here {number} {name}"])
 
 
-def is_newcomer(env: Environment) -> bool:
-    """Return whether the launcher started this process to replace a process that ended."""
-    return Words.VARIABLE in env and integer(env, Words.VARIABLE) > 0
-
-
 def regrouping_of(
     env: Environment,
     place: Place,
@@ -411,14 +381,15 @@ def regrouping_of(
     """Return the object that can create the next world; None without an elastic launcher."""
     if Words.VARIABLE not in env:
         return None
+    num_restarts = integer(env, Words.VARIABLE)
     return Launched(
         store_of(place, timeout),
-        f"{place.local_rank}.{integer(env, Words.VARIABLE)}",
+        f"{place.local_rank}.{num_restarts}",
         [f"{rank}.0" for rank in range(place.size)],
         backend=backend,
         device=device,
         timeout=timeout,
-        is_newcomer=is_newcomer(env),
+        is_newcomer=num_restarts > 0,  # it replaces a process that ended
     )
 
 
@@ -521,42 +492,24 @@ class Launched:
 
     def _join_ranks(self, names: list[str], activity: Activity) -> Connection | None:
         """Return the connection of a world's members; None if a member ended meanwhile."""
-        store = dist.PrefixStore(f"accelfn world {self.number}", self.store)
-        if not (self._all_arrive(names) and self._open_group(names, store)):
+        if not self._all_arrive(names):
             return None
+        group = roll_call = None
+        rank, size = names.index(self.name), len(names)
+        if size > 1:
+            store = dist.PrefixStore(f"accelfn world {self.number}", self.store)
+            backend = self.backend or _backend(self.device)
+            watched = self._watch_store(store, names)
+            try:
+                open_default_group(watched, rank, size, backend, timeout=self.timeout)
+            except WorldError:
+                if not self._loses_one(names):
+                    raise  # all processes are alive, but torch cannot open the group
+                return None
+            group = dist.group.WORLD
+            roll_call = RollCall(store, rank, size, rank_0_keeps_it=False)
         self.is_newcomer = False
-        if len(names) == 1:
-            return Connection(None, activity=activity, regrouping=self)
-        rank = names.index(self.name)
-        return Connection(
-            dist.group.WORLD,
-            activity=activity,
-            roll_call=RollCall(store, rank, len(names), rank_0_keeps_it=False),
-            regrouping=self,
-        )
-
-    def _open_group(self, names: list[str], store: dist.Store) -> bool:
-        """Open a process group for these processes; return False if one of them has ended.
-
-        Raises:
-            WorldError: all processes are alive, but torch cannot open the group.
-        """
-        if len(names) == 1:
-            return True
-        try:
-            open_default_group(
-                self._watch_store(store, names),
-                names.index(self.name),
-                len(names),
-                backend=self.backend,
-                device=self.device,
-                timeout=self.timeout,
-            )
-        except WorldError:
-            if not self._loses_one(names):
-                raise
-            return False
-        return True
+        return Connection(group, activity, roll_call, regrouping=self)
 
     def _watch_store(self, store: dist.Store, names: list[str]) -> dist.Store:
         """Return a store that stops waiting if one of these processes has ended.

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Final, NoReturn
 from zlib import crc32
 
@@ -117,12 +116,14 @@ def derived_port(number: int) -> int:
     return 10_000 + number % 20_000
 
 
-def integer(env: Environment, name: str) -> int:
-    """Return the value of an environment variable as an integer.
+def integer(env: Environment, name: str, default: int | None = None) -> int:
+    """Return the value of an environment variable as an integer, or a default without it.
 
     Raises:
         WorldError: the value is not an integer.
     """
+    if default is not None and name not in env:
+        return default
     try:
         return int(env[name])
     except ValueError:
@@ -148,6 +149,27 @@ class Variables:
         if rank == "PMI_RANK" and "SLURM_PROCID" in env:
             return local_rank in env
         return rank in env or size in env
+
+    def address(self, _env: Environment) -> NoReturn:
+        """Raise an error with the code to set rank 0's address."""
+        msg = (
+            f"{self.launcher} started ranks on several machines, but did not set an address for"
+            " their rendezvous. Set MASTER_ADDR to the name of rank 0's machine:"
+            f" {self.export.format('MASTER_ADDR', 'HOST')}."
+        )
+        raise WorldError(msg)
+
+    def port(self, env: Environment) -> int:
+        """Return a port for the run, computed from its name."""
+        if self.job is not None and self.job in env:
+            return derived_port(crc32(env[self.job].encode()))
+        name = "" if self.job is None else f" ({self.job})"
+        msg = (
+            f"{self.launcher} started several ranks, but set no job name{name}, which accelfn"
+            " needs to choose a port. Set MASTER_PORT to a free port of rank 0's machine:"
+            f" {self.export.format('MASTER_PORT', 29500)}."
+        )
+        raise WorldError(msg)
 
 
 _WORDS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
@@ -184,19 +206,14 @@ def place_by_mpi(env: Environment, variables: Variables) -> Place:
     place = Place(variables.launcher, rank, size, local_rank, local_size)
     check_place(place, variables.names)
     place = evolve(place, node_rank=machine_of(env, place))
-    return _with_address(
-        env,
-        place,
-        partial(_address, variables, place),
-        partial(_port_of_run, env, variables, place),
-    )
+    return _with_address(env, place, variables.address, variables.port)
 
 
 def _with_address(
     env: Environment,
     place: Place,
-    find_address: Callable[[], str],
-    find_port: Callable[[], int],
+    find_address: Callable[[Environment], str],
+    find_port: Callable[[Environment], int],
 ) -> Place:
     """Return the place with address and port added, if there are several ranks."""
     if place.size == 1:
@@ -205,33 +222,16 @@ def _with_address(
         address = env["MASTER_ADDR"]
     else:
         is_local = place.local_size == place.size
-        address = THIS_MACHINE if is_local else find_address()
-    port = given_port(env) if "MASTER_PORT" in env else find_port()
+        address = THIS_MACHINE if is_local else find_address(env)
+    port = given_port(env) if "MASTER_PORT" in env else find_port(env)
     return evolve(place, address=address, port=port)
 
 
-def _address(variables: Variables, place: Place) -> NoReturn:
-    msg = (
-        f"{variables.launcher} started {place.size} ranks on several machines, but did not set an"
-        " address for their rendezvous. Set MASTER_ADDR to the name of rank 0's machine:"
-        f" {variables.export.format('MASTER_ADDR', 'HOST')}."
-    )
-    raise WorldError(msg)
-
-
-def _port_of_run(env: Environment, variables: Variables, place: Place) -> int:
-    if variables.job is not None and variables.job in env:
-        return derived_port(crc32(env[variables.job].encode()))
-    name = "" if variables.job is None else f" ({variables.job})"
-    msg = (
-        f"{variables.launcher} started {place.size} ranks, but set no job name{name}, which"
-        " accelfn needs to choose a port. Set MASTER_PORT to a free port of rank 0's machine:"
-        f" {variables.export.format('MASTER_PORT', 29500)}."
-    )
-    raise WorldError(msg)
-
-
 # The place of a process that SLURM's srun started.
+
+
+_STEP_SIZE = "SLURM_STEP_NUM_TASKS"
+"""The variable with the number of tasks in a SLURM step; not set outside of a step."""
 
 
 def place_by_slurm(env: Environment) -> Place:
@@ -242,7 +242,7 @@ def place_by_slurm(env: Environment) -> Place:
             start this process, although the job has several tasks.
     """
     refuse_unstarted_by_slurm(env)
-    num_tasks = _started_by_srun(env)
+    num_tasks = integer(env, _STEP_SIZE, 0)
     if num_tasks == 0 or (num_tasks == 1 and "SLURM_NTASKS" not in env):
         return Place("SLURM")  # this is the script of sbatch, or the shell of salloc
     names = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID"]
@@ -266,29 +266,21 @@ def place_by_slurm(env: Environment) -> Place:
     local_rank = integer(env, "SLURM_LOCALID")
     place = Place("SLURM", rank, size, local_rank, per_node[node_rank], node_rank)
     check_place(place, (*names[:3], "tasks per node"))
-    return _with_address(
-        env, place, partial(_first_machine, env), partial(_port_of_job, env)
-    )
+    return _with_address(env, place, _first_machine, _port_of_job)
 
 
 def refuse_unstarted_by_slurm(env: Environment) -> None:
     """Raise if a job has several tasks, and srun did not start this process."""
     # without SLURM_NTASKS, srun starts one task per machine
     name = "SLURM_NTASKS" if "SLURM_NTASKS" in env else "SLURM_JOB_NUM_NODES"
-    num_tasks = integer(env, name) if name in env else 1
-    if num_tasks > 1 and _started_by_srun(env) <= 1:
+    num_tasks = integer(env, name, 1)
+    if num_tasks > 1 and integer(env, _STEP_SIZE, 0) <= 1:
         msg = (
             f"{name}={num_tasks}, but srun did not start this process: it is the script of sbatch"
             " or the shell of salloc. Start the ranks in it with `srun` or `accelfn launch`, or"
             " train in one process with af.World.single()."
         )
         raise WorldError(msg)
-
-
-def _started_by_srun(env: Environment) -> int:
-    """Return the number of tasks in this process's SLURM step; 0 outside of a step."""
-    name = "SLURM_STEP_NUM_TASKS"
-    return integer(env, name) if name in env else 0
 
 
 def _of_step(env: Environment, *names: str) -> str:
@@ -298,7 +290,7 @@ def _of_step(env: Environment, *names: str) -> str:
             return env[name]
     msg = (
         f"The environment has SLURM_PROCID but lacks {' and '.join(names)}. Start the ranks with"
-        " srun, which sets these variables."
+        " srun, or set one of these variables."
     )
     raise WorldError(msg)
 
@@ -330,13 +322,8 @@ def _first_machine(env: Environment) -> str:
 
 def _port_of_job(env: Environment) -> int:
     """Return a port for the SLURM step: equal on its ranks, but different for other steps."""
-    if "SLURM_JOB_ID" not in env:
-        msg = (
-            "The environment has SLURM_PROCID but lacks SLURM_JOB_ID and MASTER_PORT. Start the"
-            " ranks with srun, or set MASTER_PORT to a free port of rank 0's machine."
-        )
-        raise WorldError(msg)
-    step = integer(env, "SLURM_STEP_ID") if "SLURM_STEP_ID" in env else 0
+    _of_step(env, "SLURM_JOB_ID", "MASTER_PORT")
+    step = integer(env, "SLURM_STEP_ID", 0)
     return derived_port(integer(env, "SLURM_JOB_ID") + 1009 * step)
 
 
@@ -357,9 +344,8 @@ def place_by_torchrun(env: Environment) -> Place:
     if "LOCAL_RANK" not in env and "PET_NNODES" in env:
         local_rank, local_size = _only_rank_of_pod(env, size)
     else:  # without these variables all ranks are on one machine
-        local_rank = integer(env, "LOCAL_RANK") if "LOCAL_RANK" in env else rank
-        name = "LOCAL_WORLD_SIZE"
-        local_size = integer(env, name) if name in env else size
+        local_rank = integer(env, "LOCAL_RANK", rank)
+        local_size = integer(env, "LOCAL_WORLD_SIZE", size)
     place = Place(
         "torchrun",
         rank,
@@ -401,8 +387,7 @@ def _only_rank_of_pod(env: Environment, size: int) -> tuple[int, int]:
     if pods != size:
         msg = (
             f"PET_NNODES={pods} and WORLD_SIZE={size}, so each pod has several ranks, but this"
-            " process has no LOCAL_RANK. Start the script with `torchrun train.py`, which starts"
-            " all ranks of a pod."
+            " process has no LOCAL_RANK. Start the ranks of each pod with `torchrun train.py`."
         )
         raise WorldError(msg)
     return 0, 1
@@ -414,9 +399,8 @@ def _attempt(env: Environment) -> int:
     If each attempt has its own store, return 0: then the count may differ between machines,
     because each launcher counts the failures on its machine.
     """
-    name = "TORCHELASTIC_RESTART_COUNT"
     is_shared = env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
-    return integer(env, name) if is_shared and name in env else 0
+    return integer(env, "TORCHELASTIC_RESTART_COUNT", 0) if is_shared else 0
 
 
 # The place of this process, from the variables of its launcher.
@@ -452,7 +436,7 @@ def asked_size(env: Environment) -> tuple[str, int]:
     """Return the name and value of the variable with the launcher's number of processes."""
     names = ["WORLD_SIZE", *(variables.names[1] for variables in MPI_VARIABLES)]
     if "SLURM_PROCID" in env:
-        names.append("SLURM_STEP_NUM_TASKS")
+        names.append(_STEP_SIZE)
     for name in names:
         if name in env:
             return name, integer(env, name)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 import attrs
 import torch
@@ -35,7 +35,10 @@ from accelfn.world.meeting import (
     refuse_open_group,
     regrouping_of,
 )
-from accelfn.world.place import Environment, Place, asked_size, read_place
+from accelfn.world.place import Place, asked_size, read_place
+
+_CALL = "World.from_env"
+_ALONE = Place(launcher="none")
 
 
 def _why_not_alone(call: str) -> str | None:
@@ -180,9 +183,18 @@ class World:
                 or the device does not exist. accelfn never uses a fallback silently.
             PeerFailedError: another rank ended before all ranks were connected.
         """
-        place, own_device, sizes, connection = open_world(
-            os.environ, timeout=timeout, backend=backend, device=device, axes=axes
-        )
+        check_seconds(_CALL, "timeout", timeout)
+        check_backend(backend)
+        place = read_place(os.environ) or _ALONE
+        text = os.environ.get(arithmetic.VARIABLE)
+        sizes = arithmetic.choose_axes(_CALL, axes, text, place.size)
+        if place.is_alone:
+            refuse_open_group()
+        own_device = choose_device(device, local_rank=place.local_rank)
+        connection = _connect(place, own_device, sizes, backend, timeout)
+        if connection.group is None:
+            place = _ALONE
+            sizes = {} if connection.regrouping else sizes  # `af.regroup` sets the axes
         return cls(
             rank=place.rank,
             size=place.size,
@@ -232,19 +244,17 @@ class World:
         for name in names:
             arithmetic.check_name("World.along", name)
         chosen = arithmetic.long(self.axes, names)
-        if chosen == arithmetic.long(self.axes, tuple(self.axes)) and (
-            chosen or self.size == 1
-        ):
+        if chosen == arithmetic.long(self.axes) and (chosen or self.size == 1):
             return self
         ranks = arithmetic.row(self.axes, chosen, self.rank)
         part = self.connection.parts.get(chosen)
-        if part is None and len(ranks) > 1:
-            msg = (
-                f"World.along({', '.join(map(repr, names))}): expected neighboring axes; the"
-                f" axes are {dict(self.axes)}, outermost first."
-            )
-            raise ArgumentError(msg)
         if part is None:
+            if len(ranks) > 1:
+                msg = (
+                    f"World.along({', '.join(map(repr, names))}): expected neighboring axes;"
+                    f" the axes are {dict(self.axes)}, outermost first."
+                )
+                raise ArgumentError(msg)
             part = Connection(None, activity=self.connection.activity)
         axes = {name: self.axes[name] for name in chosen}
         return self._part(ranks, part, axes=axes)
@@ -299,9 +309,25 @@ class World:
         if call == "World.across":
             rows = across(usage, rows)
         (ranks,) = (row for row in rows if self.rank in row)
-        name = usage.removeprefix("World.")
-        joins = open_part(name, rows, ranks, self.connection, self.device)
-        return self._part(ranks, joins, axes={})
+        part = self._open_part(usage.removeprefix("World."), rows, ranks)
+        return self._part(ranks, part, axes={})
+
+    def _open_part(self, name: str, rows: "Rows", ranks: tuple[int, ...]) -> Connection:
+        """Return the connection of this rank's part; the first call opens all parts' groups."""
+        connection = self.connection
+        if len(rows) == 1:
+            return connection
+        if (name,) not in connection.parts:
+            group = simulation = None
+            if connection.simulated is None:
+                everyone = dist.get_process_group_ranks(connection.group)
+                of_run = [tuple(everyone[rank] for rank in row) for row in rows]
+                seconds = connection.timeout(self.device)
+                group = open_rows(of_run, of_run[rows.index(ranks)][0], seconds, name)
+            elif len(ranks) > 1:
+                group, simulation = connection.simulated.part(name, ranks)
+            connection.add_part((name,), group, simulation).parts = {}
+        return connection.parts[name,]
 
     def _rows_by_node(self) -> "Rows":
         """Gather the machine number of every rank, and return the ranks of each machine."""
@@ -349,13 +375,25 @@ class World:
         Raises:
             WorldError: no axis has several ranks.
         """
-        if not arithmetic.long(self.axes, tuple(self.axes)):
+        names = arithmetic.long(self.axes)
+        if not names:
             msg = (
                 "World.mesh: this world has no axis with several ranks. Start several ranks, and"
                 ' create the world with axes: World.from_env(axes={"dp_shard": -1}).'
             )
             raise WorldError(msg)
-        return mesh_of(self.axes, self.connection, self.device)
+        connection = self.connection
+        if connection.mesh is None:
+            ranks = dist.get_process_group_ranks(connection.group)
+            joins = [connection.parts.get((name,), connection) for name in names]
+            # with other process groups for the same ranks, collectives could deadlock
+            connection.mesh = DeviceMesh.from_group(
+                [join.group for join in joins if join.group is not None],
+                self.device.type,
+                mesh=torch.tensor(ranks).view([self.axes[name] for name in names]),
+                mesh_dim_names=names,
+            )
+        return connection.mesh
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -452,30 +490,6 @@ def across(usage: str, rows: Rows) -> Rows:
     return [tuple(sorted(ranks)) for ranks in zip(*rows, strict=True)]
 
 
-def open_part(
-    name: str,
-    rows: Rows,
-    ranks: tuple[int, ...],
-    connection: Connection,
-    device: torch.device,
-) -> Connection:
-    """Return the connection of a rank's part; the first call opens the groups of all parts."""
-    if len(rows) == 1:
-        return connection
-    if (name,) not in connection.parts:
-        group = simulation = None
-        if connection.simulated is None:
-            everyone = dist.get_process_group_ranks(connection.group)
-            of_run = [tuple(everyone[rank] for rank in row) for row in rows]
-            seconds = connection.timeout(device)
-            group = open_rows(of_run, of_run[rows.index(ranks)][0], seconds, name)
-        elif len(ranks) > 1:
-            group, simulation = connection.simulated.part(name, ranks)
-        connection.add_part((name,), group, simulation)
-        connection.parts[name,].parts = {}
-    return connection.parts[name,]
-
-
 # The ranks that share one sharded copy of a model are the ranks along "cp" and "dp_shard",
 # because gradients are summed along both axes.
 
@@ -495,98 +509,50 @@ def fold_axes(world: World) -> World:
         return world
     connection = world.connection
     if _FOLDED not in connection.parts:
-        group: Any = connection.group
-        connection.add_part(_FOLDED, group, connection.simulated)
-        parent = connection.parts[_FOLDED]
+        parent = connection.add_part(_FOLDED, connection.group, connection.simulated)
         parent.parts = {}
         for names in arithmetic.neighbor_runs(axes):
             inner = (*names, "cp") if "dp_shard" in names else names
             part = connection.parts[arithmetic.long(world.axes, inner)]
-            group = part.group
-            parent.add_part(names, group, part.simulated)
+            parent.add_part(names, part.group, part.simulated)
     return attrs.evolve(world, axes=axes, group=connection.parts[_FOLDED])
 
 
-# torch's DeviceMesh of a world's axes.
+# Connect the ranks of the world that a launcher describes.
 
 
-def mesh_of(
-    axes: Mapping[str, int], connection: Connection, device: torch.device
-) -> DeviceMesh:
-    """Return torch's DeviceMesh of the axes, created once, with accelfn's process groups.
-
-    With other process groups for the same ranks, collectives could deadlock.
-    """
-    if connection.mesh is None:
-        names = arithmetic.long(axes, tuple(axes))
-        joins = [connection.parts.get((name,), connection) for name in names]
-        ranks = dist.get_process_group_ranks(connection.group)
-        sizes = [axes[name] for name in names]
-        connection.mesh = DeviceMesh.from_group(
-            [join.group for join in joins if join.group is not None],
-            device.type,
-            mesh=torch.tensor(ranks).view(sizes),
-            mesh_dim_names=names,
-        )
-    return connection.mesh
-
-
-# Open the world that a launcher describes: a place, a device, axes and a connection.
-
-
-_CALL = "World.from_env"
-_ALONE = Place(launcher="none")
-
-
-def open_world(
-    env: Environment,
-    *,
-    timeout: float,
+def _connect(
+    place: Place,
+    device: torch.device,
+    axes: Mapping[str, int],
     backend: str | None,
-    device: str | torch.device | None,
-    axes: Mapping[str, int] | None,
-) -> tuple[Place, torch.device, Mapping[str, int], Connection]:
-    """Connect the ranks that the environment describes; the arguments are those of `from_env`.
+    timeout: float,
+) -> Connection:
+    """Connect a process with the other ranks of its world, as `from_env` does.
 
-    Returns:
-        This process's place, the device for its tensors, the sizes of the world's axes by name,
-        and the connection of the ranks. The place is that of a single process if there is no
-        launcher, or if this process replaces a failed process and has not joined the others.
-
-    Raises:
-        ArgumentError, WorldError, PeerFailedError: in the same cases as `from_env`.
+    The connection has no group if the process has no launcher, or if it replaces a failed
+    process and has not joined the others.
     """
-    check_seconds(_CALL, "timeout", timeout)
-    check_backend(backend)
-    place = read_place(env)
-    size = 1 if place is None else place.size
-    sizes = arithmetic.choose_axes(_CALL, axes, env.get(arithmetic.VARIABLE), size)
-    if place is None or place.is_alone:
-        refuse_open_group()
-        chosen = choose_device(device, local_rank=0)
-        return _ALONE, chosen, sizes, Connection(None)
-    chosen = choose_device(device, local_rank=place.local_rank)
+    if place.is_alone:
+        return Connection(None)
     regrouping = regrouping_of(
-        env, place, backend=backend, device=chosen, timeout=timeout
+        os.environ, place, backend=backend, device=device, timeout=timeout
     )
     if regrouping is not None and regrouping.is_newcomer:
-        alone = Connection(None, regrouping=regrouping)
-        return _ALONE, chosen, {}, alone
+        return Connection(None, regrouping=regrouping)
     with Meeting(place, timeout) as meeting:
-        connection, is_ours = join(meeting, backend=backend, device=chosen)
-        if is_ours:
-            connection.own()
+        connection = join(meeting, backend=backend, device=device)
+        if connection.is_ours:
             connection.regrouping = regrouping
-        if sizes:
-            with explain_opening(place.rank, place.size, backend):
-                groups = open_groups(sizes, place.rank, meeting.seconds_to_open)
-            for names, group in groups.items():
-                connection.add_part(names, group)
-        if is_ours:
+        with explain_opening(place.rank, place.size, backend):
+            groups = open_groups(axes, place.rank, meeting.seconds_to_open)
+        for names, group in groups.items():
+            connection.add_part(names, group)
+        if connection.is_ours:
             _begin(connection, meeting.seconds_left)
     if meeting.opens_in_time:
         connection.set_timeout(timeout)
-    return place, chosen, sizes, connection
+    return connection
 
 
 def _begin(connection: Connection, timeout: float) -> None:
