@@ -186,7 +186,7 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def is_positive(value: object) -> TypeGuard[float]:
+def is_positive_number(value: object) -> TypeGuard[float]:
     """Return whether a value is a finite number above 0; a bool is not."""
     return is_number(value) and 0 < value < math.inf
 

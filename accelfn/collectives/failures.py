@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -100,6 +100,18 @@ class naming:
     def _when(self) -> str:
         step = self._world.connection.activity.step
         return "" if step is None else f" at update {step}"
+
+
+def start(begin: Callable[[], Any], label: str, world: World) -> Callable[[], None]:
+    """Start an asynchronous collective, and return a function that waits for its end."""
+    with naming(label, world):
+        work = begin()
+
+    def wait() -> None:
+        with naming(label, world, begins=False):
+            work.wait()
+
+    return wait
 
 
 def _in_short(words: str) -> str:
@@ -252,25 +264,11 @@ def check_same_call(
     kind: str,
     label: str,
     values: Any = None,
-    *,
-    free: int | EllipsisType | None = None,
-    op: str | None = None,
-    root: int | None = None,
-    grad: bool = False,
+    **options: Any,
 ) -> World:
     """Check that all ranks make the same call, and return the world for the call.
 
-    Args:
-        world: the ranks; they compare their calls only if it is `checked` or simulated.
-        kind: the name of the collective.
-        label: the operation, for errors.
-        values: a tree; tensors need equal shapes and dtypes, and other leaves may differ.
-        free: the dim whose size may differ between ranks; `...` means every dim.
-        op: the reduction.
-        root: the rank that sends.
-        grad: whether `requires_grad` must also be equal.
-
-    Cost: none in an unchecked world; otherwise one all-gather of 8 bytes.
+    The arguments are those of `check_same_tensors`. A simulated world always compares calls.
 
     Raises:
         ArgumentError: `world` is not a World.
@@ -281,10 +279,9 @@ def check_same_call(
     await_turn(label if label == kind else f"{kind} {label}", world)
     # a world of one rank makes no call, and only a call would reset the structure
     if connection.simulated is not None and world.size > 1:
-        connection.activity.structure = tree.outline(values, partial(_star, grad=grad))
-    return check_same_tensors(
-        world, kind, label, values, free=free, op=op, root=root, grad=grad
-    )
+        star = partial(_star, grad=options.get("grad", False))
+        connection.activity.structure = tree.outline(values, star)
+    return check_same_tensors(world, kind, label, values, **options)
 
 
 def await_turn(label: str, world: World) -> None:
@@ -326,7 +323,22 @@ def check_same_tensors(
 ) -> World:
     """In a checked world, check that all ranks make the same call with equal shapes and dtypes.
 
-    The arguments are those of `check_same_call`.
+    Args:
+        world: the ranks; they compare their calls only if it is `checked`.
+        kind: the name of the collective.
+        label: the operation, for errors.
+        values: a tree; tensors need equal shapes and dtypes, and other leaves may differ.
+        free: the dim whose size may differ between ranks; `...` means every dim.
+        op: the reduction.
+        root: the rank that sends.
+        grad: whether `requires_grad` must also be equal.
+
+    Returns: the world for the call, which does not compare again.
+
+    Cost: none in an unchecked world; otherwise one all-gather of 8 bytes.
+
+    Raises:
+        CollectiveMismatchError: ranks make different calls; all ranks raise it.
     """
     if not world.checked or world.size == 1:
         return world
@@ -342,9 +354,7 @@ def check_same_tensors(
     }
     plain_world = attrs.evolve(world, group=world.connection, checked=False)
     digest = hashlib.blake2b(json.dumps(call).encode(), digest_size=8).digest()
-    own_digest = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(
-        readable(world.device)
-    )
+    own_digest = as_tensor(digest, 8).view(torch.int64).to(readable(world.device))
     digests = {int(n) for n in _gather_tensor(own_digest, plain_world, label)}
     if len(digests) > 1:
         outline = tree.outline(values, partial(_form_of, free=free, grad=grad))
@@ -358,10 +368,9 @@ def _form_of(leaf: Any, free: int | EllipsisType | None, *, grad: bool = False) 
     sizes = [str(size) for size in leaf.shape]
     if isinstance(free, EllipsisType):
         sizes = ["any" for _ in sizes]
-    elif free is not None and sizes:
+    elif free is not None:
+        sizes = sizes or [""]  # a scalar counts as one row
         sizes[free] = "any"
-    elif free is not None:  # a scalar counts as one row
-        sizes = ["any"]
     dtype = str(leaf.dtype).removeprefix("torch.")
     wants = " that requires grad" if grad and _requires_grad(leaf) else ""
     return f"{dtype}[{', '.join(sizes)}]{wants}"
@@ -371,11 +380,7 @@ def _refuse(call: dict[str, Any], outline: str, world: World) -> NoReturn:
     """Gather the calls of all ranks, and raise an error with a table of them."""
     label = call["label"]
     text = json.dumps([call, outline, world.connection.activity.step, site()]).encode()
-    size = torch.tensor([len(text)], device=readable(world.device))
-    longest = max(int(n) for n in _gather_tensor(size, world, label))
-    buffer = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-    texts = _gather_tensor(buffer.to(readable(world.device)), world, label)
-    calls = [json.loads(text.cpu().numpy().tobytes()) for text in texts]
+    calls = [json.loads(data) for data in gather_bytes(text, world, label=label)]
     differing = [
         name for name in call if any(row[0][name] != calls[0][0][name] for row in calls)
     ]
@@ -395,6 +400,26 @@ def _row(
     how = (call["reduction"] or "", root, outline)
     when = "" if step is None else f"update {step}"
     return (call["kind"], " ".join(filter(None, how)), repr(call["label"]), when, place)
+
+
+def gather_bytes(data: bytes, world: World, *, label: str) -> list[bytes]:
+    """Return every rank's bytes, in rank order."""
+    world = check_same_tensors(world, "gather_bytes", label)
+    if world.size == 1:
+        return [data]
+    device = readable(world.device)
+    size = torch.tensor([len(data)], device=device)
+    counts = [int(count) for count in _gather_tensor(size, world, label)]
+    rows = _gather_tensor(as_tensor(data, max(counts)).to(device), world, label)
+    pairs = zip(rows, counts, strict=True)
+    return [row.cpu().numpy().tobytes()[:count] for row, count in pairs]
+
+
+def as_tensor(data: bytes, length: int) -> torch.Tensor:
+    """Return bytes as a uint8 tensor, padded with zeros to a length."""
+    if not length:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
 
 
 def _gather_tensor(

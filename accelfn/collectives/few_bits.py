@@ -11,7 +11,7 @@ import torch
 
 from accelfn.base.arguments import Number
 from accelfn.base.tree import Pending
-from accelfn.collectives.failures import check_same_tensors, naming
+from accelfn.collectives.failures import check_same_tensors, start
 from accelfn.collectives.neighbors import Work, start_spread, start_swap
 from accelfn.world import World
 
@@ -168,7 +168,7 @@ def mean_of(codes: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _start_exchange(
-    start: Callable[[torch.Tensor, torch.Tensor, World], Work],
+    begin: Callable[[torch.Tensor, torch.Tensor, World], Work],
     outgoing: torch.Tensor,
     ranks: World,
     label: str,
@@ -176,13 +176,11 @@ def _start_exchange(
     got = outgoing.new_empty(ranks.size, outgoing.shape[-1])
     if ranks.size == 1:
         return Pending.of(outgoing.view_as(got))
-    ranks = check_same_tensors(ranks, start.__name__, label, [outgoing])
-    with naming(label, ranks):
-        work = start(got, outgoing, ranks)
+    ranks = check_same_tensors(ranks, begin.__name__, label, [outgoing])
+    wait = start(lambda: begin(got, outgoing, ranks), label, ranks)
 
-    def wait() -> torch.Tensor:
-        with naming(label, ranks, begins=False):
-            work.wait()
+    def receive() -> torch.Tensor:
+        wait()
         return got
 
-    return Pending(wait)
+    return Pending(receive)

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -19,15 +20,18 @@ from torch._utils import (
 )
 
 from accelfn.base import tree
-from accelfn.base.arguments import Number, advise, is_number
+from accelfn.base.arguments import Number, advise, is_number, is_positive_number
 from accelfn.base.devices import is_positive, readable, send_async
 from accelfn.base.tree import local
 from accelfn.collectives.failures import (
+    as_tensor,
     await_turn,
     check_same_call,
     check_same_tensors,
     check_world,
+    gather_bytes,
     naming,
+    start,
 )
 from accelfn.errors import ArgumentError, CollectiveMismatchError, LossError
 from accelfn.world import World
@@ -94,43 +98,37 @@ def sum_(flat: torch.Tensor, world: World, *, label: str) -> None:
 def start_sum_(flat: torch.Tensor, world: World, *, label: str) -> Callable[[], None]:
     """Start to sum a contiguous tensor over all ranks, in place; return a function that waits."""
     world = check_same_tensors(world, "all_reduce", label, [flat])
-    if world.size == 1:
-        return lambda: None
-    with naming(label, world):
-        work: Any = dist.all_reduce(flat, group=world.group, async_op=True)
-
-    def wait() -> None:
-        with naming(label, world, begins=False):
-            work.wait()
-
-    return wait
+    return _start_all_reduce(flat, world, "sum", label)
 
 
 def all_reduce_(tensors: Sequence[torch.Tensor], world: World, *, label: str) -> None:
     """Sum tensors over all ranks, in place, in one call per dtype."""
-    if world.size == 1:
-        return
-    world = check_same_tensors(world, "all_reduce", label, tensors)
-    for places in places_by_dtype(tensors).values():
-        same = [tensors[i] for i in places]
-        flat = pack(same)
-        sum_(flat, world, label=label)
-        unpack_(flat, same)
+    if world.size > 1:
+        world = check_same_tensors(world, "all_reduce", label, tensors)
+        for same, flat in _packed(tensors):
+            sum_(flat, world, label=label)
+            unpack_(flat, same)
 
 
 def broadcast_(
     tensors: Sequence[torch.Tensor], world: World, *, label: str, root: int = 0
 ) -> None:
     """Broadcast the values of rank `root`, in place, in one call per dtype."""
-    if world.size == 1:
-        return
-    world = check_same_tensors(world, "broadcast", label, tensors, root=root)
+    if world.size > 1:
+        world = check_same_tensors(world, "broadcast", label, tensors, root=root)
+        for same, flat in _packed(tensors):
+            with naming(label, world):
+                dist.broadcast(_as_sendable(flat), group=world.group, group_src=root)
+            unpack_(flat, same)
+
+
+def _packed(
+    tensors: Sequence[torch.Tensor],
+) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+    """Yield the tensors of each dtype, and these tensors as one vector."""
     for places in places_by_dtype(tensors).values():
         same = [tensors[i] for i in places]
-        flat = pack(same)
-        with naming(label, world):
-            dist.broadcast(_as_sendable(flat), group=world.group, group_src=root)
-        unpack_(flat, same)
+        yield same, pack(same)
 
 
 def all_gather_list(
@@ -204,7 +202,7 @@ def broadcast_bytes(
     world = check_same_tensors(world, "broadcast_bytes", label, root=root)
     size = torch.tensor([len(data or b"")], device=readable(world.device))
     broadcast_([size], world, label=label, root=root)
-    buffer = _as_tensor(data or b"", int(size)).to(readable(world.device))
+    buffer = as_tensor(data or b"", int(size)).to(readable(world.device))
     broadcast_([buffer], world, label=label, root=root)
     return buffer.cpu().numpy().tobytes()
 
@@ -225,17 +223,10 @@ def scatter_bytes(
     buffer = torch.zeros(longest, dtype=torch.uint8, device=device)
     rows = None
     if parts is not None:
-        rows = [_as_tensor(part, longest).to(device) for part in parts]
+        rows = [as_tensor(part, longest).to(device) for part in parts]
     with naming(label, world):
         dist.scatter(buffer, rows, group=world.group, group_src=root)
     return buffer[:length].cpu().numpy().tobytes()
-
-
-def _as_tensor(data: bytes, length: int) -> torch.Tensor:
-    """Return bytes as a uint8 tensor, padded with zeros to a length."""
-    if not length:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
 
 
 def barrier(world: World, *, label: str = "barrier") -> None:
@@ -267,13 +258,11 @@ def sum_named(
     """
     names = sorted(numbers)  # the same order on all ranks
     world = check_same_call(world, kind, label, dict.fromkeys(names))
-    values = (
-        *_fingerprint(json.dumps(names)),
-        *(x for name in names for x in numbers[name]),
-    )
+    values: list[Number] = [*_fingerprint(json.dumps(names))]
+    values += [number for name in names for number in numbers[name]]
     # all ranks send messages of equal length, because Gloo aborts a process that gets too much
     first, rest = values[:_TOGETHER], values[_TOGETHER:]
-    first = (*first, *(0 for _ in range(_TOGETHER - len(first))))
+    first += [0] * (_TOGETHER - len(first))
     totals = _sum_numbers(first, world, label)
     if _differ(totals[:6], world):
         _refuse_names(names, world, label, noun)
@@ -285,16 +274,12 @@ def sum_named(
 
 
 def _sum_numbers(numbers: Sequence[Number], world: World, label: str) -> list[float]:
-    flat = _in_a_row(numbers, _adds_on(world))
+    # in float64, which Apple's GPU does not have
+    use_host = world.size == 1 or world.device.type == "mps"
+    device = torch.device("cpu") if use_host else readable(world.device)
+    flat = _in_a_row(numbers, device)
     sum_(flat, world, label=label)
     return flat.tolist()
-
-
-def _adds_on(world: World) -> torch.device:
-    """Return the device for float64 sums: the CPU for a single rank or a device without float64."""
-    has_no_float64 = world.device.type == "mps"
-    use_host = world.size == 1 or has_no_float64
-    return torch.device("cpu") if use_host else readable(world.device)
 
 
 def _in_a_row(numbers: Sequence[Number], device: torch.device) -> torch.Tensor:
@@ -304,9 +289,7 @@ def _in_a_row(numbers: Sequence[Number], device: torch.device) -> torch.Tensor:
         for i, number in enumerate(numbers)
         if isinstance(number, torch.Tensor) and not number.is_cpu
     }
-    values = [
-        0.0 if i in on_device else _to_float(number) for i, number in enumerate(numbers)
-    ]
+    values = [0.0 if i in on_device else _to_float(n) for i, n in enumerate(numbers)]
     row = send_async(torch.tensor(values, dtype=torch.float64), device)
     if not on_device:
         return row
@@ -345,9 +328,7 @@ def is_same_text(text: str, world: World, *, label: str) -> bool:
     The message size does not depend on the number of ranks. Two different texts count as equal
     with probability 1 in 2**48.
     """
-    flat = _in_a_row(_fingerprint(text), _adds_on(world))
-    sum_(flat, world, label=label)
-    return not _differ(flat.tolist(), world)
+    return not _differ(_sum_numbers(_fingerprint(text), world, label), world)
 
 
 def _refuse_names(names: list[str], world: World, label: str, noun: str) -> NoReturn:
@@ -363,20 +344,6 @@ def _refuse_names(names: list[str], world: World, label: str, noun: str) -> NoRe
 def gather_text(text: str, world: World, *, label: str) -> list[str]:
     """Return every rank's text, in rank order."""
     return [part.decode() for part in gather_bytes(text.encode(), world, label=label)]
-
-
-def gather_bytes(data: bytes, world: World, *, label: str) -> list[bytes]:
-    """Return every rank's bytes, in rank order."""
-    world = check_same_tensors(world, "gather_bytes", label)
-    device = readable(world.device)
-    size = torch.tensor([len(data)], device=device)
-    counts = torch.cat(all_gather_list(size, world, label=label)).tolist()
-    longest = max(counts)
-    buffer = _as_tensor(data, longest).to(device)
-    content = (
-        torch.cat(all_gather_list(buffer, world, label=label)).cpu().numpy().tobytes()
-    )
-    return [content[i * longest : i * longest + n] for i, n in enumerate(counts)]
 
 
 # Reductions of tensors of one dtype, with the same results on every backend.
@@ -450,23 +417,23 @@ def check_weight(op: str, weight: object, bucket_cap_mb: object) -> None:
     if not good:
         msg = f"af.all_reduce(weight={weight!r}): expected one number, 0 or more."
         raise ArgumentError(msg)
-    if bucket_cap_mb is not None and not (
-        is_number(bucket_cap_mb) and 0 < bucket_cap_mb < math.inf
-    ):
+    if bucket_cap_mb is not None and not is_positive_number(bucket_cap_mb):
         msg = f"af.all_reduce(bucket_cap_mb={bucket_cap_mb!r}): expected a positive number of MiB."
         raise ArgumentError(msg)
 
 
 def as_floats(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor in a dtype that can represent its mean: integers become float64."""
-    is_float = tensor.is_floating_point() or tensor.is_complex()
-    return tensor.detach() if is_float else tensor.to(torch.float64)
+    return tensor.detach() if _is_float(tensor.dtype) else tensor.to(torch.float64)
 
 
 def in_default_floats(tensor: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     """Return the mean of a tensor; for an integer tensor, convert it to the default dtype."""
-    is_float = tensor.is_floating_point() or tensor.is_complex()
-    return mean if is_float else mean.to(torch.get_default_dtype())
+    return mean if _is_float(tensor.dtype) else mean.to(torch.get_default_dtype())
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def reduce_same(
@@ -489,17 +456,16 @@ def start_reduce_same(
         flat = flat.to(_dtype_of_sum(dtype))
     elif dtype in _WIDER:
         flat = flat.to(_WIDER[dtype])
-    wait = _start_all_reduce(flat, world, op, label) if world.size > 1 else None
+    wait = _start_all_reduce(flat, world, op, label)
     result_dtype = dtype
-    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+    if op == "mean" and not _is_float(dtype):
         result_dtype = torch.get_default_dtype()
     elif op == "sum" and dtype is torch.bool:
         result_dtype = flat.dtype
     metas = [torch.empty_like(tensor, device="meta") for tensor in same]
 
     def finish() -> Sequence[torch.Tensor]:
-        if wait is not None:
-            wait()
+        wait()
         result = _floats(flat, dtype) if as_integers else flat
         result = result / world.size if op == "mean" else result
         return split_vector(result.to(result_dtype), metas)
@@ -509,24 +475,20 @@ def start_reduce_same(
 
 def _start_all_reduce(
     flat: torch.Tensor, world: World, op: str, label: str
-) -> Callable[[], object]:
+) -> Callable[[], None]:
     """Start to reduce a vector in place; return a function that waits for the result."""
+    if world.size == 1:
+        return lambda: None
     numbers = torch.view_as_real(flat) if flat.dtype.is_complex else flat
-    with naming(label, world):
-        work = dist.all_reduce(numbers, op=_OPS[op], group=world.group, async_op=True)
-
-    def wait() -> None:
-        with naming(label, world, begins=False):
-            cast("dist.Work", work).wait()
-
-    return wait
+    among: Any = {"group": world.group, "async_op": True}
+    return start(partial(dist.all_reduce, numbers, _OPS[op], **among), label, world)
 
 
 def _dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the sum that a mean is computed from."""
     if dtype in (torch.float16, torch.bfloat16):
         return torch.float32
-    return dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
+    return dtype if _is_float(dtype) else torch.float64
 
 
 _ORDERED = {
@@ -582,8 +544,7 @@ def average_(
         label: the operation, for errors.
         bucket_cap_mb: the size of a buffer in MiB; None uses one buffer per dtype.
     """
-    parts = map(local, tensors)
-    moving = [t for t in parts if t.is_floating_point() or t.is_complex()]
+    moving = [part for part in map(local, tensors) if _is_float(part.dtype)]
     if world.size == 1:
         return
     for kind in dict.fromkeys((tensor.dtype, tensor.device) for tensor in moving):

@@ -11,7 +11,12 @@ from accelfn.base import tree
 from accelfn.base.arguments import Number
 from accelfn.base.devices import readable
 from accelfn.collectives.failures import format_tensor, naming
-from accelfn.collectives.packed import all_gather_list, gather_text, is_same_text
+from accelfn.collectives.packed import (
+    all_gather_list,
+    all_gather_rows,
+    gather_text,
+    is_same_text,
+)
 from accelfn.errors import ReplicaMismatchError
 from accelfn.world import World
 from accelfn.world.world import fold_axes
@@ -373,29 +378,11 @@ def _along(
         ranks: the ranks with the shards, in order.
         label: the operation, for errors.
     """
-    rooms = {
-        n: -(-lengths[n] // ranks.size) for n in parts
-    }  # length of the largest shard
-    blocks = [_pad_dim(part, dims[n], rooms[n]) for n, part in parts.items()]
-    flat = torch.cat([tensor.reshape(-1) for tensor in blocks]).to(ranks.device)
-    rows = all_gather_list(flat, ranks, label=label)
-    splits = zip(*(row.split([e.numel() for e in blocks]) for row in rows), strict=True)
-    results: dict[str, torch.Tensor] = {}
-    for name, like, pieces in zip(parts, blocks, splits, strict=True):
-        dim, room, length = dims[name], rooms[name], lengths[name]
-        ends = [min(max(length - i * room, 0), room) for i in range(ranks.size)]
-        pairs = zip(pieces, ends, strict=True)
-        shards = [part.view(like.shape).narrow(dim, 0, end) for part, end in pairs]
-        results[name] = torch.cat(shards, dim).contiguous()
-    return results
-
-
-def _pad_dim(part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Pad a shard with zeros in one dim, up to a length."""
-    if part.shape[dim] == length:
-        return part.contiguous()
-    shape = [*part.shape]
-    shape[dim] = length
-    block = part.new_zeros(shape)
-    block.narrow(dim, 0, part.shape[dim]).copy_(part)
-    return block
+    counts: list[list[int]] = []
+    for length in lengths.values():
+        room = -(-length // ranks.size)  # length of the largest shard
+        ends = (min(max(length - i * room, 0), room) for i in range(ranks.size))
+        counts.append([*ends])
+    rows = [part.movedim(dims[n], 0).to(ranks.device) for n, part in parts.items()]
+    full = zip(parts, all_gather_rows(rows, counts, ranks, label=label), strict=True)
+    return {n: tensor.movedim(0, dims[n]).contiguous() for n, tensor in full}

@@ -38,7 +38,6 @@ from accelfn.collectives.packed import (
     places_by_dtype,
     reduce_same,
     scatter_bytes,
-    split_vector,
     start_reduce_same,
     uneven_counts,
     warn_of_parts,
@@ -176,7 +175,7 @@ def all_reduce(
         results = map(in_default_floats, leaves, means)
         return tree.with_leaves(values, results)
     ready = check_same_call(world, "all_reduce", label, values, op=op)
-    return _by_dtype(values, leaves, lambda same: reduce_same(same, ready, op, label))
+    return _start_by_dtype(values, leaves, ready, op, label)()
 
 
 def start_all_reduce(
@@ -216,19 +215,26 @@ def start_all_reduce(
     if op == "mean" and uneven_counts(world, label) is not None:
         return Pending.of(all_reduce(values, world, op, label=label))
     ready = check_same_call(world, "start_all_reduce", label, values, op=op)
+    return Pending(_start_by_dtype(values, leaves, ready, op, label))
+
+
+def _start_by_dtype(
+    values: Any, leaves: Sequence[torch.Tensor], world: World, op: str, label: str
+) -> Callable[[], Any]:
+    """Start one reduction per dtype; return a function that returns a tree of the results."""
     places = places_by_dtype(leaves).values()
     waits = [
-        start_reduce_same([leaves[i] for i in at], ready, op, label) for at in places
+        start_reduce_same([leaves[i] for i in at], world, op, label) for at in places
     ]
     outline = tree.with_leaves(values, [None] * len(leaves))
+    order = [*chain.from_iterable(places)]
 
     def finish() -> Any:
-        results: dict[int, torch.Tensor] = {}
-        for at, wait in zip(places, waits, strict=True):
-            results.update(zip(at, wait(), strict=True))
+        reduced = chain.from_iterable(wait() for wait in waits)
+        results = dict(zip(order, reduced, strict=True))
         return tree.with_leaves(outline, [results[i] for i in range(len(results))])
 
-    return Pending(finish)
+    return finish
 
 
 def broadcast(values: T, world: World, *, root: int = 0, label: str = "broadcast") -> T:
@@ -248,13 +254,9 @@ def broadcast(values: T, world: World, *, root: int = 0, label: str = "broadcast
     leaves = tensors_of(values, label, world)
     ready = check_same_call(world, "broadcast", label, values, root=root)
     _warn_of_lost_gradients(leaves, label, world)
-
-    def broadcast_same(same: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        flat = pack(same)
-        broadcast_([flat], ready, label=label, root=root)
-        return split_vector(flat, same)
-
-    return _by_dtype(values, leaves, broadcast_same)
+    copies = [pack([leaf]).view(leaf.shape) for leaf in leaves]
+    broadcast_(copies, ready, label=label, root=root)
+    return tree.with_leaves(values, copies)
 
 
 def pad_across(
@@ -407,18 +409,6 @@ def _warn_of_lost_gradients(
         )
 
 
-def _by_dtype(
-    values: Any,
-    leaves: Sequence[torch.Tensor],
-    how: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
-) -> Any:
-    """Return a tree with new leaves; `how` maps all leaves of one dtype in one call."""
-    results: dict[int, torch.Tensor] = {}
-    for places in places_by_dtype(leaves).values():
-        results.update(zip(places, how([leaves[i] for i in places]), strict=True))
-    return tree.with_leaves(values, [results[i] for i in range(len(leaves))])
-
-
 # Collectives on objects: plain data and tensors.
 #
 # Objects are sent as bytes of safetensors and JSON. Pickle can run code from the sender, so it
@@ -445,9 +435,8 @@ def all_gather_objects(
     """
     check_stand_ins("af.all_gather_objects", world)
     data = _serialize(value, pickle=pickle)
-    world = check_same_call(
-        world, _call_name("all_gather_objects", pickle=pickle), label
-    )
+    kind = f"all_gather_objects{'(pickle=True)' * pickle}"
+    world = check_same_call(world, kind, label)
     parts = gather_bytes(data, world, label=label)
     return [_deserialize(part, world, pickle=pickle) for part in parts]
 
@@ -468,11 +457,10 @@ def broadcast_object(
     """
     check_root("broadcast_object", root, world)
     data = _serialize(value, pickle=pickle) if world.rank == root else None
-    kind = _call_name("broadcast_object", pickle=pickle)
+    kind = f"broadcast_object{'(pickle=True)' * pickle}"
     world = check_same_call(world, kind, label, root=root)
-    return _deserialize(
-        broadcast_bytes(data, world, root=root, label=label), world, pickle=pickle
-    )
+    sent = broadcast_bytes(data, world, root=root, label=label)
+    return _deserialize(sent, world, pickle=pickle)
 
 
 def scatter(
@@ -516,10 +504,6 @@ def _check_one_each(name: str, values: object, world: World) -> None:
             " list or a tuple with one value for each rank."
         )
         raise ArgumentError(msg)
-
-
-def _call_name(kind: str, *, pickle: bool) -> str:
-    return f"{kind}(pickle=True)" if pickle else kind
 
 
 _PICKLED = b"pickle"

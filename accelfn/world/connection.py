@@ -29,6 +29,7 @@ from accelfn.world.axes import neighbor_runs, rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from typing import TypeAlias
 
 # pyright: reportIncompatibleMethodOverride=false
 
@@ -615,9 +616,10 @@ def open_rows(
     return own_group
 
 
-def open_groups(
-    axes: Mapping[str, int], rank: int, timeout: float
-) -> dict[tuple[str, ...], dist.ProcessGroup]:
+Groups: TypeAlias = dict[tuple[str, ...], dist.ProcessGroup]
+
+
+def open_groups(axes: Mapping[str, int], rank: int, timeout: float) -> Groups:
     """Open the groups of all runs of neighboring axes, and return the groups of this rank.
 
     All ranks must open all groups in the same order.
