@@ -11,7 +11,13 @@ import numpy as np
 import torch
 
 from accelfn.base import codec, draws, tree
-from accelfn.base.arguments import advise, call_mismatch, explain_call_errors, is_number
+from accelfn.base.arguments import (
+    advise,
+    call_mismatch,
+    explain_call_errors,
+    is_number,
+    qualname,
+)
 from accelfn.base.draws import own_modes
 from accelfn.base.tree import local
 from accelfn.collectives.failures import check_world
@@ -28,7 +34,6 @@ from accelfn.errors import ArgumentError, BatchError, LossError, StateError
 from accelfn.state.results import (
     Loss,
     Metrics,
-    Number,
     WeightedSum,
     check_whole,
     is_scalar,
@@ -255,35 +260,35 @@ def _sums(result: Any, weight: int, fn: EvaluateFunction) -> Metrics:
     """Convert the function's result for a batch to weighted sums by name."""
     if isinstance(result, Loss):
         if not is_scalar(result.total):
-            msg = (
-                f"{_shape_hint(fn, result.total)} as the total of af.Loss; expected one real"
-                " number."
-            )
+            hint = _shape_hint(fn, result.total)
+            msg = f"{hint} as the total of af.Loss; expected one real number."
             raise LossError(msg)
-        sums: dict[str, tuple[Number, Number]] = {}
-        sums["loss"] = (result.total, result.weight)
-        for entry in (sums["loss"], *result.aux.values()):
-            check_whole(entry, _metric_name(fn))
-        for name, entry in result.aux.items():
-            sums[name] = entry if isinstance(entry, tuple) else (entry, result.weight)
-        return Metrics(sums)
+        entries: dict[str, Any] = {"loss": result.total, **result.aux}
+        for entry in (result.weight, *entries.values()):
+            check_whole(entry, qualname(fn))
+        return Metrics(
+            {
+                name: entry if isinstance(entry, tuple) else (entry, result.weight)
+                for name, entry in entries.items()
+            }
+        )
     is_mapping = isinstance(result, Mapping)
     means: Any = result if is_mapping else {_measure_of(fn): result}
     for name, value in means.items():
-        check_whole(value, _metric_name(fn))
-        if isinstance(value, torch.Tensor):
-            is_mean = value.ndim == 0 and not value.is_complex()
-        else:
-            is_mean = isinstance(value, (int, float))
-        if not is_mean:
+        check_whole(value, qualname(fn))
+        is_tensor = isinstance(value, torch.Tensor)
+        is_real = is_tensor and value.ndim == 0 and not value.is_complex()
+        is_exact = is_tensor and not value.is_floating_point()
+        is_count = is_exact and value.dtype is not torch.bool
+        if not is_real and not isinstance(value, (int, float)):
             msg = (
                 f"{_shape_hint(fn, value)} for {name!r}; expected a scalar (the mean over the"
                 " batch), a dict of such scalars, or af.Loss."
             )
             raise LossError(msg)
-        if weight > 1 and _is_count(value):
+        if weight > 1 and is_count:
             advise(
-                f"{_metric_name(fn)} returned an integer tensor for {name!r}. It is probably a"
+                f"{qualname(fn)} returned an integer tensor for {name!r}. It is probably a"
                 " count or a sum, but af.evaluate uses it as the mean over the batch. Return the"
                 " mean, such as (predicted == targets).float().mean(), or a total with its"
                 f" weight: af.Loss(total, len(targets), {name}=count)."
@@ -291,12 +296,6 @@ def _sums(result: Any, weight: int, fn: EvaluateFunction) -> Metrics:
     return Metrics(
         {name: WeightedSum(value * weight, weight) for name, value in means.items()}
     )
-
-
-def _is_count(value: Any) -> bool:
-    """Return whether a value is an integer tensor, which is unlikely to be a mean."""
-    is_exact = isinstance(value, torch.Tensor) and not value.is_floating_point()
-    return is_exact and not value.is_complex() and value.dtype is not torch.bool
 
 
 def _measure_of(fn: EvaluateFunction) -> str:
@@ -313,9 +312,8 @@ def _measure_of(fn: EvaluateFunction) -> str:
 
 def _check_rows(result: Any, rows: int, fn: EvaluateFunction) -> None:
     for leaf in tree.tree_leaves(result):
-        check_whole(leaf, _metric_name(fn))
-        is_array = isinstance(leaf, torch.Tensor) and leaf.ndim > 0
-        if not is_array or leaf.shape[0] != rows:
+        check_whole(leaf, qualname(fn))
+        if _num_rows(leaf) != rows:
             msg = (
                 f"{_shape_hint(fn, leaf)}; af.predict expects tensors with the {rows} samples"
                 " of the batch along dim 0."
@@ -323,17 +321,18 @@ def _check_rows(result: Any, rows: int, fn: EvaluateFunction) -> None:
             raise BatchError(msg)
 
 
+def _num_rows(leaf: object) -> int | None:
+    """Return the size of a tensor's dim 0; None for other leaves."""
+    return leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else None
+
+
 def _shape_hint(fn: EvaluateFunction, result: Any) -> str:
     """Return the first words of an error: the function and the shape that it returned."""
-    is_tensor = isinstance(result, torch.Tensor)
-    shape = f"shape {tuple(result.shape)}" if is_tensor else type(result).__name__
-    if is_tensor:
-        shape = f"a{' complex' if result.is_complex() else ''} tensor of {shape}"
-    return f"{_metric_name(fn)} returned {shape}"
-
-
-def _metric_name(fn: EvaluateFunction) -> str:
-    return getattr(fn, "__qualname__", repr(fn))
+    shape = type(result).__name__
+    if isinstance(result, torch.Tensor):
+        kind = "a complex tensor" if result.is_complex() else "a tensor"
+        shape = f"{kind} of shape {tuple(result.shape)}"
+    return f"{qualname(fn)} returned {shape}"
 
 
 # `report_metric`: pass the result of an evaluation to transforms such as `reduce_lr_on_plateau`.
@@ -379,8 +378,9 @@ def report_metric(state: TrainState, value: float | torch.Tensor) -> TrainState:
     check_state("af.report_metric(state, value)", state)
     state.lease.check()
     setup, world = state.definition.setup, state.definition.world
-    old_slots = slots_with_reports(state)
-    if not old_slots:
+    slots: dict[str, Any] = {t.name: state.slots.get(t.name) for t in setup}
+    is_told = {n: isinstance(s, Mapping) and "reported" in s for n, s in slots.items()}
+    if not any(is_told.values()):
         msg = (
             "af.report_metric(state, value): no transform of the setup uses reported values. Add"
             " one to the setup, such as af.reduce_lr_on_plateau(patience=2)."
@@ -396,19 +396,10 @@ def report_metric(state: TrainState, value: float | torch.Tensor) -> TrainState:
         )
     new_slots = {
         name: {**slot, "reported": (*slot["reported"], number)}
-        for name, slot in old_slots.items()
+        for name, slot in slots.items()
+        if is_told[name]
     }
     return attrs.evolve(state, slots={**state.slots, **new_slots})
-
-
-def slots_with_reports(state: TrainState) -> dict[str, Mapping[str, Any]]:
-    """Return the slots that have an entry `reported`, by the name of their transform."""
-    slots = {t.name: state.slots.get(t.name) for t in state.definition.setup}
-    return {
-        name: cast("Mapping[str, Any]", slot)
-        for name, slot in slots.items()
-        if isinstance(slot, Mapping) and "reported" in slot
-    }
 
 
 def _number(value: object) -> float:
@@ -416,9 +407,8 @@ def _number(value: object) -> float:
         value = value.item()
     if is_number(value):
         return float(value)
-    hint = ""
-    if hasattr(value, "keys"):
-        hint = ' Pass one value of the dict: af.evaluate(...)["loss"].'
+    is_dict = hasattr(value, "keys")
+    hint = ' Pass one value of the dict: af.evaluate(...)["loss"].' if is_dict else ""
     msg = f"af.report_metric(state, {value!r}): expected a number.{hint}"
     raise ArgumentError(msg)
 
@@ -479,13 +469,8 @@ def all_gather_valid(
 
 
 def _check_same_rows(values: Any, rows: int) -> None:
-    if isinstance(values, list):
-        counts: list[int | None] = [len(values)]
-    else:
-        counts = [
-            leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else None
-            for leaf in tree.tree_leaves(values)
-        ]
+    is_list = isinstance(values, list)
+    counts = [len(values)] if is_list else [*map(_num_rows, tree.tree_leaves(values))]
     if set(counts) != {rows}:
         msg = (
             f"af.all_gather_valid: this rank's batch has {rows} samples (including filler), but"

@@ -90,13 +90,24 @@ class StateBytes:
 
     def rows(self) -> Iterator[tuple[str, int]]:
         """Yield the rows of a table: a name, such as "gradients", and its bytes."""
-        yield "parameters", self.params
-        yield "buffers", self.buffers
-        yield "gradients", self.grads
-        yield "optimizer", self.opt_state
-        for name, size in self.slots.items():
-            yield f"slot {name!r}", size
-        yield "DDP's buckets", self.buckets
+        return _rows_of(self)
+
+
+_ROWS = {
+    "params": "parameters",
+    "grads": "gradients",
+    "opt_state": "optimizer",
+    "buckets": "DDP's buckets",
+}
+"""Names of a table's rows, by attribute, if they differ from the attribute's name."""
+
+
+def _rows_of(sizes: "StateBytes | Memory") -> Iterator[tuple[str, Any]]:
+    for name, size in attrs.asdict(sizes, recurse=False).items():
+        if name == "slots":
+            yield from ((f"slot {slot!r}", number) for slot, number in size.items())
+        else:
+            yield _ROWS.get(name, name), size
 
 
 @attrs.frozen(kw_only=True)
@@ -381,18 +392,14 @@ def _named_tensors(
     value: Any, names: Container[str], within: str | None
 ) -> Iterator[tuple[str | None, torch.Tensor]]:
     """Yield each tensor of a tree with the name of its parameter, or None."""
+    value = value.wait() if isinstance(value, Pending) else value
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value)
         for key, inside in items.items():
             yield from _named_tensors(inside, names, key if key in names else within)
-    elif isinstance(value, torch.Tensor):
-        yield within, value
-    elif isinstance(value, Pending):
-        yield from _named_tensors(value.wait(), names, within)
     else:
-        for leaf in tree.tree_leaves(value):
-            if leaf is not value:
-                yield from _named_tensors(leaf, names, within)
+        for tensor in tree.tensor_leaves(value):
+            yield within, tensor
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
@@ -440,11 +447,9 @@ class Bytes:
 
     def __add__(self, other: "Bytes") -> "Bytes":
         """Add the bytes of two groups of tensors."""
-        return Bytes(
-            here=self.here + other.here,
-            whole=self.whole + other.whole,
-            host=self.host + other.host,
-        )
+        pairs = zip(attrs.astuple(self), attrs.astuple(other), strict=True)
+        here, whole, host = map(sum, pairs)
+        return Bytes(here=here, whole=whole, host=host)
 
 
 @attrs.frozen(kw_only=True)
@@ -470,11 +475,7 @@ class Memory:
 
     def rows(self) -> Iterator[tuple[str, Bytes]]:
         """Yield the rows of the table: a name, such as "parameters", and its bytes."""
-        yield "parameters", self.params
-        yield "buffers", self.buffers
-        yield "optimizer", self.opt_state
-        for name, size in self.slots.items():
-            yield f"slot {name!r}", size
+        return _rows_of(self)
 
     _repr_html_ = text_as_html
 
@@ -690,12 +691,8 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _check_group(world: World) -> None:
     """Raise for a world that cannot have a second process group of the same ranks."""
-    is_simulated = world.connection.simulated
-    is_whole = (
-        world.group is dist.group.WORLD
-        if is_simulated is None
-        else is_simulated.is_whole
-    )
+    ranks = world.connection.simulated
+    is_whole = world.group is dist.group.WORLD if ranks is None else ranks.is_whole
     backend = world.connection.backend(world.device)
     why = ""
     if world.axes:
@@ -723,8 +720,8 @@ def _branch(world: World) -> tuple[World, Callable[[], None]]:
     """Return a world of the same ranks with a new group, and a function that closes it."""
     if world.size == 1:
         return world, lambda: None
-    is_simulated = world.connection.simulated
-    make = _torch_branch if is_simulated is None else is_simulated.branch
+    ranks = world.connection.simulated
+    make = _torch_branch if ranks is None else ranks.branch
     branch, leave = make(world)
     world.connection.hold(branch.connection.close)
     return branch, leave

@@ -321,9 +321,7 @@ def _check(state: object, step: object, track: object, store: object) -> None:
             " (state, batch) -> (state, metrics)."
         )
         raise ArgumentError(msg)
-    if not isinstance(state, TrainState):
-        msg = f"af.run(state={state!r}): expected a state from af.TrainState.create."
-        raise ArgumentError(msg)
+    check_state("af.run(state, step)", state)
     if track is not None and not callable(track):
         path = track if isinstance(track, str) else "run.jsonl"
         msg = (
