@@ -183,12 +183,8 @@ def wake(world: World) -> None:
     Gloo closes all of a rank's connections when a call on one of them times out.
     """
     connection = world.connection
-    for group in (
-        connection.group,
-        *(part.group for part in connection.parts.values()),
-    ):
-        if group is None:
-            continue
+    groups = [part.group for part in (connection, *connection.parts.values())]
+    for group in filter(None, groups):
         for peer in range(group.size()):
             if peer != group.rank():
                 with suppress(RuntimeError):  # the receive is meant to time out

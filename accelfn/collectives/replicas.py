@@ -53,13 +53,11 @@ def check_replicas(
     """
     if world.size == 1:
         return
-    rows = [
-        f"{name}: {tuple(t.shape)} {t.dtype}"
-        f"{'' if trainable is None or name in trainable else ', frozen'}"
-        for name, t in tensors.items()
-    ]
-    tables = _tables_apart(rows, world, label=label)
-    refuse_difference(tables, "models that differ in structure", _CREATED)
+    rows = {n: f"{tuple(t.shape)} {t.dtype}" for n, t in tensors.items()}
+    if trainable is not None:
+        rows |= {n: f"{row}, frozen" for n, row in rows.items() if n not in trainable}
+    noun = "models that differ in structure"
+    check_rows(rows, world, label=label, advice=_CREATED, noun=noun)
     if values:
         check_values(tensors, world, label=label, advice=_CREATED, sums=sums)
 
@@ -94,7 +92,12 @@ def check_values(
 
 
 def check_rows(
-    rows: Mapping[str, str], world: World, *, label: str, advice: str
+    rows: Mapping[str, str],
+    world: World,
+    *,
+    label: str,
+    advice: str,
+    noun: str = "states that differ",
 ) -> None:
     """Raise unless all ranks have the same names and texts, in the same order.
 
@@ -103,22 +106,11 @@ def check_rows(
     Raises:
         ReplicaMismatchError: the ranks differ; the error shows the first difference.
     """
-    if world.size == 1:
-        return
-    lines = [f"{name}: {row}" for name, row in rows.items()]
-    tables = _tables_apart(lines, world, label=label)
-    refuse_difference(tables, "states that differ", advice)
-
-
-def _tables_apart(
-    lines: list[str], world: World, *, label: str
-) -> dict[int, list[str]]:
-    """Return each rank's lines by rank if the ranks differ; otherwise an empty dict."""
-    text = "\n".join(lines)
-    if is_same_text(text, world, label=label):
-        return {}
-    texts = gather_text(text, world, label=label)
-    return {rank: text.split("\n") for rank, text in enumerate(texts)}
+    text = "\n".join(f"{name}: {row}" for name, row in rows.items())
+    if world.size > 1 and not is_same_text(text, world, label=label):
+        texts = gather_text(text, world, label=label)
+        tables = {rank: text.split("\n") for rank, text in enumerate(texts)}
+        refuse_difference(tables, noun, advice)
 
 
 def refuse_difference(
@@ -336,53 +328,32 @@ def _gather_shards(
 ) -> dict[str, torch.Tensor]:
     """Gather tensors of one dtype that are sharded along the same axes, axis by axis."""
     parts = {name: tree.local(tensor).detach() for name, tensor in tensors.items()}
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     axes = tree.cut_axes(next(iter(tensors.values())))
-    for axis in axes:  # a shard along "tp" is sharded again along "dp_shard"
-        ranks = world.along(axis)
-        cuts = {n: _dim(tensor, axis) for n, tensor in tensors.items()}
-        inner = {
-            n: _inner(tensor, axes[axes.index(axis) + 1 :], cuts[n], world)
-            for n, tensor in tensors.items()
-        }
-        lengths = {n: shapes[n][cuts[n]] // inner[n] for n in parts}
-        parts = _along(parts, cuts, lengths, ranks, label)
+    for i, axis in enumerate(
+        axes
+    ):  # a shard along "tp" is sharded again along "dp_shard"
+        ranks, counts = world.along(axis), list[list[int]]()
+        dims = {name: _dim(tensor, axis) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            same = [
+                inner for inner in axes[i + 1 :] if _dim(tensor, inner) == dims[name]
+            ]
+            num_parts = math.prod(world.along(inner).size for inner in same)
+            counts.append(_chunks(tensor.shape[dims[name]] // num_parts, ranks.size))
+        rows = [part.movedim(dims[n], 0).to(ranks.device) for n, part in parts.items()]
+        full = all_gather_rows(rows, counts, ranks, label=label)
+        pairs = zip(parts, full, strict=True)
+        parts = {n: t.movedim(0, dims[n]).contiguous() for n, t in pairs}
     return parts
+
+
+def _chunks(length: int, count: int) -> list[int]:
+    """Return the lengths of the parts into which `torch.chunk` splits, filled up with 0."""
+    room = -(-length // count)
+    return [min(max(length - i * room, 0), room) for i in range(count)]
 
 
 def _dim(tensor: Any, axis: str) -> int:
     """Return the dim that is sharded along an axis."""
     place = tensor.device_mesh.mesh_dim_names.index(axis)
     return tensor.placements[place].dim
-
-
-def _inner(tensor: Any, axes: tuple[str, ...], dim: int, world: World) -> int:
-    """Return into how many equal parts a dim is split along the given axes."""
-    same = [axis for axis in axes if _dim(tensor, axis) == dim]
-    return math.prod(world.along(axis).size for axis in same)
-
-
-def _along(
-    parts: Mapping[str, torch.Tensor],
-    dims: Mapping[str, int],
-    lengths: Mapping[str, int],
-    ranks: World,
-    label: str,
-) -> dict[str, torch.Tensor]:
-    """Gather the shards of tensors that were split as by `torch.chunk`, and concatenate them.
-
-    Args:
-        parts: this rank's shards.
-        dims: the dim along which each tensor is split.
-        lengths: for each tensor, the length of the concatenated tensor in its dim.
-        ranks: the ranks with the shards, in order.
-        label: the operation, for errors.
-    """
-    counts: list[list[int]] = []
-    for length in lengths.values():
-        room = -(-length // ranks.size)  # length of the largest shard
-        ends = (min(max(length - i * room, 0), room) for i in range(ranks.size))
-        counts.append([*ends])
-    rows = [part.movedim(dims[n], 0).to(ranks.device) for n, part in parts.items()]
-    full = zip(parts, all_gather_rows(rows, counts, ranks, label=label), strict=True)
-    return {n: tensor.movedim(0, dims[n]).contiguous() for n, tensor in full}

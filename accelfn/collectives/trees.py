@@ -7,7 +7,7 @@ one rank returns the same shapes as a world of many ranks.
 
 import math
 import pickle as _pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from numbers import Number as AnyNumber
@@ -574,17 +574,22 @@ def all_to_all(
     _check_one_each("all_to_all", values, world)
     lists = [tensors_of(value, label, world) for value in values]
     _warn_of_lost_gradients([*chain.from_iterable(lists)], label, world)
-    _check_alike(values)
+    outlines = [tree.outline(value, _kind) for value in values]
+    for rank, outline in enumerate(outlines):
+        if outline != outlines[0]:
+            msg = (
+                f"af.all_to_all: the value for rank 0 is {outlines[0]}, but the value for rank"
+                f" {rank} is {outline}. Pass values with the same structure, dtypes and numbers"
+                " of dims to all ranks."
+            )
+            raise ArgumentError(msg)
     free = None if equal else ...
     world = check_same_call(world, "all_to_all", label, values[0], free=free)
     if world.size == 1 or not lists[0]:
         return [tree.clone(value) for value in values]
     shapes = _check_equal(lists) if equal else _exchange_shapes(lists, world, label)
-    parts = _exchange_bytes(lists, shapes, world, label)
-    return [
-        _tree_from_bytes(values[0], lists[0], row, part)
-        for row, part in zip(shapes, parts, strict=True)
-    ]
+    received = _exchange_tensors(lists, shapes, world, label)
+    return [tree.with_leaves(values[0], tensors) for tensors in received]
 
 
 def _check_equal(lists: list[list[torch.Tensor]]) -> list[Shapes]:
@@ -613,30 +618,20 @@ def _exchange_shapes(
     return [[list(islice(row, leaf.ndim)) for leaf in lists[0]] for row in rows]
 
 
-def _exchange_bytes(
+def _exchange_tensors(
     lists: list[list[torch.Tensor]], shapes: list[Shapes], world: World, label: str
-) -> Sequence[torch.Tensor]:
-    """Return the bytes that each rank sends to this rank; `shapes` are the tensors' shapes."""
+) -> Iterator[list[torch.Tensor]]:
+    """Yield the tensors that each rank sends to this rank; `shapes` are their shapes."""
     outgoing = [torch.cat([_bytes(leaf) for leaf in leaves]) for leaves in lists]
-    counts = [sum(map(_num_bytes, lists[0], row)) for row in shapes]
-    incoming = outgoing[0].new_empty(sum(counts))
-    sizes = [len(tensor) for tensor in outgoing]
+    counts = [[*map(_num_bytes, lists[0], row)] for row in shapes]
+    totals, sizes = [*map(sum, counts)], [*map(len, outgoing)]
+    incoming = outgoing[0].new_empty(sum(totals))
     with naming(label, world):
         flat = torch.cat(outgoing)
-        dist.all_to_all_single(incoming, flat, counts, sizes, group=world.group)
-    return incoming.split(counts)
-
-
-def _tree_from_bytes(
-    value: T, leaves: list[torch.Tensor], shapes: Shapes, data: torch.Tensor
-) -> T:
-    """Return a tree with the structure of `value`, from shapes and bytes."""
-    parts = data.split([*map(_num_bytes, leaves, shapes)])
-    tensors = [
-        part.clone().view(leaf.dtype).view(shape)
-        for leaf, shape, part in zip(leaves, shapes, parts, strict=True)
-    ]
-    return tree.with_leaves(value, tensors)
+        dist.all_to_all_single(incoming, flat, totals, sizes, group=world.group)
+    for row, count, data in zip(shapes, counts, incoming.split(totals), strict=True):
+        parts = zip(lists[0], row, data.split(count), strict=True)
+        yield [part.clone().view(leaf.dtype).view(shape) for leaf, shape, part in parts]
 
 
 def _bytes(leaf: torch.Tensor) -> torch.Tensor:
@@ -646,19 +641,6 @@ def _bytes(leaf: torch.Tensor) -> torch.Tensor:
 
 def _num_bytes(leaf: torch.Tensor, shape: list[int]) -> int:
     return math.prod(shape) * leaf.element_size()
-
-
-def _check_alike(values: Sequence[object]) -> None:
-    first = tree.outline(values[0], _kind)
-    for rank, value in enumerate(values):
-        other = tree.outline(value, _kind)
-        if other != first:
-            msg = (
-                f"af.all_to_all: the value for rank 0 is {first}, but the value for rank {rank}"
-                f" is {other}. Pass values with the same structure, dtypes and numbers of dims"
-                " to all ranks."
-            )
-            raise ArgumentError(msg)
 
 
 def _kind(leaf: torch.Tensor) -> str:
