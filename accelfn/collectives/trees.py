@@ -20,28 +20,8 @@ from accelfn.base import codec, tree
 from accelfn.base.arguments import Number, advise, explain_call_errors, is_integer
 from accelfn.base.devices import readable
 from accelfn.base.tree import Pending
+from accelfn.collectives import packed
 from accelfn.collectives.failures import check_same_call, check_world, naming
-from accelfn.collectives.packed import (
-    all_gather_list,
-    all_gather_rows,
-    as_floats,
-    average_,
-    broadcast_,
-    broadcast_bytes,
-    check_reducible,
-    check_stand_ins,
-    check_weight,
-    gather_bytes,
-    gather_with_grad,
-    in_default_floats,
-    pack,
-    places_by_dtype,
-    reduce_same,
-    scatter_bytes,
-    start_reduce_same,
-    uneven_counts,
-    warn_of_parts,
-)
 from accelfn.errors import ArgumentError, CollectiveMismatchError, PlainDataError
 from accelfn.world import World
 
@@ -84,7 +64,7 @@ def all_gather(
     """
     leaves = tensors_of(values, label, world)
     rows = [leaf if leaf.ndim else leaf.reshape(1) for leaf in leaves]
-    num_samples = uneven_counts(world, label)
+    num_samples = packed.uneven_counts(world, label)
     if not grad:
         _warn_of_lost_gradients(leaves, label, world)
     # in a loss with uneven shares, ranks have different numbers of rows
@@ -97,14 +77,16 @@ def all_gather(
     counts = [[len(row)] * world.size for row in rows]
     if is_ragged and rows:
         sizes = torch.tensor([len(row) for row in rows], device=readable(world.device))
-        lengths = torch.stack(all_gather_list(sizes, ready, label=label))
+        lengths = torch.stack(packed.all_gather_list(sizes, ready, label=label))
         counts = lengths.T.tolist()
     if not grad:
-        tensors = all_gather_rows(rows, counts, ready, label=label)
+        tensors = packed.all_gather_rows(rows, counts, ready, label=label)
         return tree.with_leaves(values, tensors)
-    warn_of_parts(world, label)
+    packed.warn_of_parts(world, label)
     pairs = zip(rows, counts, strict=True)
-    tensors = [gather_with_grad(row, n, (ready, world), label) for row, n in pairs]
+    tensors = [
+        packed.gather_with_grad(row, n, (ready, world), label) for row, n in pairs
+    ]
     return tree.with_leaves(values, tensors)
 
 
@@ -115,7 +97,7 @@ def join_rows(values: T, counts: Sequence[int], world: World, *, label: str) -> 
     """
     rows = tensors_of(values, label, world)
     world = check_same_call(world, label, label, values, free=0)
-    tensors = all_gather_rows(rows, [counts] * len(rows), world, label=label)
+    tensors = packed.all_gather_rows(rows, [counts] * len(rows), world, label=label)
     return tree.with_leaves(values, tensors)
 
 
@@ -157,22 +139,22 @@ def all_reduce(
             tensor, or a weight is passed and `op` is not "mean".
     """
     leaves = tensors_of(values, label, world)
-    check_reducible({leaf.dtype for leaf in leaves}, op)
-    check_weight(op, weight, bucket_cap_mb)
+    packed.check_reducible({leaf.dtype for leaf in leaves}, op)
+    packed.check_weight(op, weight, bucket_cap_mb)
     if op != "mean":
-        check_stand_ins(f"af.all_reduce({op!r})", world)
-    elif (counts := uneven_counts(world, label)) is not None:
+        packed.check_stand_ins(f"af.all_reduce({op!r})", world)
+    elif (counts := packed.uneven_counts(world, label)) is not None:
         count = counts[world.rank]
         weight = weight if count and weight is not None else count
     _warn_of_lost_gradients(leaves, label, world)
     if op == "mean":
-        warn_of_parts(world, label)
+        packed.warn_of_parts(world, label)
     if weight is not None:
         ready = check_same_call(world, "all_reduce by weight", label, values, op=op)
-        means = [mean.clone() for mean in map(as_floats, leaves)]
+        means = [mean.clone() for mean in map(packed.as_floats, leaves)]
         cap = bucket_cap_mb
-        average_(means, weight, ready, label=label, bucket_cap_mb=cap)
-        results = map(in_default_floats, leaves, means)
+        packed.average_(means, weight, ready, label=label, bucket_cap_mb=cap)
+        results = map(packed.in_default_floats, leaves, means)
         return tree.with_leaves(values, results)
     ready = check_same_call(world, "all_reduce", label, values, op=op)
     return _start_by_dtype(values, leaves, ready, op, label)()
@@ -209,10 +191,10 @@ def start_all_reduce(
         tensor([1., 1.])
     """
     leaves = tensors_of(values, label, world)
-    check_reducible({leaf.dtype for leaf in leaves}, op)
-    check_stand_ins(f"af.start_all_reduce({op!r})", world)
+    packed.check_reducible({leaf.dtype for leaf in leaves}, op)
+    packed.check_stand_ins(f"af.start_all_reduce({op!r})", world)
     _warn_of_lost_gradients(leaves, label, world)
-    if op == "mean" and uneven_counts(world, label) is not None:
+    if op == "mean" and packed.uneven_counts(world, label) is not None:
         return Pending.of(all_reduce(values, world, op, label=label))
     ready = check_same_call(world, "start_all_reduce", label, values, op=op)
     return Pending(_start_by_dtype(values, leaves, ready, op, label))
@@ -222,9 +204,10 @@ def _start_by_dtype(
     values: Any, leaves: Sequence[torch.Tensor], world: World, op: str, label: str
 ) -> Callable[[], Any]:
     """Start one reduction per dtype; return a function that returns a tree of the results."""
-    places = places_by_dtype(leaves).values()
+    places = packed.places_by_dtype(leaves).values()
     waits = [
-        start_reduce_same([leaves[i] for i in at], world, op, label) for at in places
+        packed.start_reduce_same([leaves[i] for i in at], world, op, label)
+        for at in places
     ]
     outline = tree.with_leaves(values, [None] * len(leaves))
     order = [*chain.from_iterable(places)]
@@ -254,8 +237,8 @@ def broadcast(values: T, world: World, *, root: int = 0, label: str = "broadcast
     leaves = tensors_of(values, label, world)
     ready = check_same_call(world, "broadcast", label, values, root=root)
     _warn_of_lost_gradients(leaves, label, world)
-    copies = [pack([leaf]).view(leaf.shape) for leaf in leaves]
-    broadcast_(copies, ready, label=label, root=root)
+    copies = [packed.pack([leaf]).view(leaf.shape) for leaf in leaves]
+    packed.broadcast_(copies, ready, label=label, root=root)
     return tree.with_leaves(values, copies)
 
 
@@ -298,7 +281,8 @@ def pad_across(
     lengths = torch.tensor(
         [leaf.shape[dim] for leaf in leaves], device=readable(world.device)
     )
-    longest = torch.stack(all_gather_list(lengths, world, label=label)).amax(0).tolist()
+    by_rank = torch.stack(packed.all_gather_list(lengths, world, label=label))
+    longest = by_rank.amax(0).tolist()
 
     def pad_leaf(leaf: torch.Tensor, size: int) -> torch.Tensor:
         missing = list(leaf.shape)
@@ -335,7 +319,7 @@ def any_rank(flag: object, world: World, *, label: str = "any_rank") -> bool:
     check_world("af.any_rank", world)
     value = torch.tensor(int(_truth(flag, label)), device=readable(world.device))
     ready = check_same_call(world, "all_reduce", label, value, op="max")
-    return bool(reduce_same([value], ready, "max", label)[0])
+    return bool(packed.reduce_same([value], ready, "max", label)[0])
 
 
 def all_ranks(flag: object, world: World, *, label: str = "all_ranks") -> bool:
@@ -433,11 +417,11 @@ def all_gather_objects(
         PlainDataError: `pickle` is False and the value has another type, or pickle fails.
         CollectiveMismatchError: not all ranks pass the same `pickle`.
     """
-    check_stand_ins("af.all_gather_objects", world)
+    packed.check_stand_ins("af.all_gather_objects", world)
     data = _serialize(value, pickle=pickle)
     kind = f"all_gather_objects{'(pickle=True)' * pickle}"
     world = check_same_call(world, kind, label)
-    parts = gather_bytes(data, world, label=label)
+    parts = packed.gather_bytes(data, world, label=label)
     return [_deserialize(part, world, pickle=pickle) for part in parts]
 
 
@@ -459,7 +443,7 @@ def broadcast_object(
     data = _serialize(value, pickle=pickle) if world.rank == root else None
     kind = f"broadcast_object{'(pickle=True)' * pickle}"
     world = check_same_call(world, kind, label, root=root)
-    sent = broadcast_bytes(data, world, root=root, label=label)
+    sent = packed.broadcast_bytes(data, world, root=root, label=label)
     return _deserialize(sent, world, pickle=pickle)
 
 
@@ -489,7 +473,7 @@ def scatter(
         _check_one_each("scatter", values, world)
         parts = [_PLAIN + codec.to_bytes(value) for value in values or ()]
     world = check_same_call(world, "scatter", label, root=root)
-    data = scatter_bytes(parts, world, root=root, label=label)
+    data = packed.scatter_bytes(parts, world, root=root, label=label)
     return _deserialize(data, world, pickle=False)
 
 
@@ -570,7 +554,7 @@ def all_to_all(
         ArgumentError: there is not one value for each rank, structures differ, a leaf is not a
             tensor, or `equal` is True and shapes differ.
     """
-    check_stand_ins("af.all_to_all", world)
+    packed.check_stand_ins("af.all_to_all", world)
     _check_one_each("all_to_all", values, world)
     lists = [tensors_of(value, label, world) for value in values]
     _warn_of_lost_gradients([*chain.from_iterable(lists)], label, world)
@@ -636,7 +620,7 @@ def _exchange_tensors(
 
 def _bytes(leaf: torch.Tensor) -> torch.Tensor:
     plain = leaf.detach().resolve_conj().resolve_neg()
-    return pack([plain]).view(torch.uint8)
+    return packed.pack([plain]).view(torch.uint8)
 
 
 def _num_bytes(leaf: torch.Tensor, shape: list[int]) -> int:

@@ -13,7 +13,7 @@ from accelfn.collectives.failures import check_world
 from accelfn.collectives.packed import barrier, gather_text
 from accelfn.definition.transform import by_rank
 from accelfn.errors import ArgumentError
-from accelfn.state.state import TrainState, check_same_values, shared_slots
+from accelfn.state.state import TrainState, check_same_values, check_state, shared_slots
 from accelfn.world import World
 
 P = ParamSpec("P")
@@ -176,9 +176,7 @@ def assert_replicas_agree(state: TrainState) -> None:
         ReplicaMismatchError: ranks differ. The message shows the first difference, with one row
             for each rank.
     """
-    if not isinstance(state, TrainState):
-        msg = f"af.assert_replicas_agree: expected a TrainState, got {type(state).__name__}."
-        raise ArgumentError(msg)
+    check_state("af.assert_replicas_agree", state)
     state.lease.check()
     tensors = {
         "step": state.step,

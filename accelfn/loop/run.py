@@ -272,7 +272,25 @@ class _Actions:
     """The actions by period, and the metrics summed since each period's last call."""
 
     def __init__(self, actions: object) -> None:
-        self._actions = _by_period(actions)
+        if not isinstance(actions, Mapping):
+            msg = f"af.run(actions={actions!r}): expected a dict, such as {{100: action}}."
+            raise ArgumentError(msg)
+        self._actions: dict[Period, tuple[Action, ...]] = {}
+        for period, value in cast("Mapping[Any, Any]", actions).items():
+            sequence = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+            if not (isinstance(period, epochs) or is_integer(period, 1)):
+                msg = (
+                    f"af.run(actions={{{period!r}: ...}}): expected each key to be a number of"
+                    " updates or af.epochs(n). Write actions={100: fn, af.epochs(1): other_fn}."
+                )
+                raise ArgumentError(msg)
+            if not all(callable(action) for action in sequence):
+                msg = (
+                    f"af.run(actions={{{period!r}: {value!r}}}): expected a function"
+                    " (state, metrics) -> numbers or None, or a list of such functions."
+                )
+                raise ArgumentError(msg)
+            self._actions[period] = sequence
         self._since = {period: Metrics({}) for period in self._actions}
 
     def __bool__(self) -> bool:
@@ -363,29 +381,6 @@ def _end(until: object) -> tuple[Callable[[TrainState], bool], int | None]:
         " that returns whether a state is the last."
     )
     raise ArgumentError(msg)
-
-
-def _by_period(actions: object) -> dict[Period, tuple[Action, ...]]:
-    by_period: dict[Period, tuple[Action, ...]] = {}
-    if not isinstance(actions, Mapping):
-        msg = f"af.run(actions={actions!r}): expected a dict, such as {{100: action}}."
-        raise ArgumentError(msg)
-    for period, value in cast("Mapping[Any, Any]", actions).items():
-        sequence = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-        if not (isinstance(period, epochs) or is_integer(period, 1)):
-            msg = (
-                f"af.run(actions={{{period!r}: ...}}): expected each key to be a number of"
-                " updates or af.epochs(n). Write actions={100: fn, af.epochs(1): other_fn}."
-            )
-            raise ArgumentError(msg)
-        if not all(callable(action) for action in sequence):
-            msg = (
-                f"af.run(actions={{{period!r}: {value!r}}}): expected a function"
-                " (state, metrics) -> numbers or None, or a list of such functions."
-            )
-            raise ArgumentError(msg)
-        by_period[period] = sequence
-    return by_period
 
 
 def _numbers(action: Action, result: object, world: World) -> Numbers:

@@ -219,13 +219,12 @@ class RollCall:
         Wait until a failed rank, or all ranks, have reported, but at most half a second. Ranks
         without a report are left out.
         """
-        # with two ranks only the other rank can have failed: do not wait for its report
-        return self._heard(
-            lambda heard: (
-                self._size == 2 or any(not h.is_waiting for h in heard.values())
-            ),
-            within=_ANSWERS_WITHIN,
-        )
+
+        def is_enough(heard: dict[int, Standing]) -> bool:
+            # with two ranks only the other rank can have failed: do not wait for its report
+            return self._size == 2 or any(not h.is_waiting for h in heard.values())
+
+        return self._heard(is_enough, within=_ANSWERS_WITHIN)
 
     def linger(self) -> None:
         """If rank 0 failed and hosts the store, wait until the other ranks have reported."""
