@@ -660,10 +660,7 @@ def parse_bytes(shown: str, size: object) -> int:
         base = 1024 if unit.endswith("i") else 1000
         count = int(float(match[1]) * base ** _POWERS.get(unit[:1], 0))
     if count < 1:
-        msg = (
-            f"{shown}: expected an integer number of bytes, or a string with a unit,"
-            ' such as "5GB" or "100MiB".'
-        )
+        msg = f'{shown}: expected an integer number of bytes, or text such as "5GB" or "100MiB".'
         raise ArgumentError(msg)
     return count
 

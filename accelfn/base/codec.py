@@ -148,10 +148,7 @@ def _encode_items(
 ) -> Any:
     for key in items:
         if type(key) not in (str, int):
-            msg = (
-                f"{path} has the key {key!r}, but only str and int keys can be saved or"
-                " sent. Convert the key, for example with str(key)."
-            )
+            msg = f"{path} has the key {key!r}, but keys must be str or int. Write str(key)."
             raise PlainDataError(msg)
         _check_number(key, path)
     entries = {

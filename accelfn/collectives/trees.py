@@ -269,10 +269,8 @@ def pad_across(
     leaves = tensors_of(values, label, world)
     for leaf in leaves:
         if not is_integer(dim) or not -leaf.ndim <= dim < leaf.ndim:
-            msg = (
-                f"af.pad_across(dim={dim!r}): a tensor of shape {tuple(leaf.shape)} does not have"
-                " this dim. Pass a dim that all tensors of the values have."
-            )
+            shape = tuple(leaf.shape)
+            msg = f"af.pad_across(dim={dim!r}): a tensor of shape {shape} has no such dim."
             raise ArgumentError(msg)
         _check_holds(leaf.dtype, value)
     world = check_same_call(world, "pad_across", label, values, free=dim)
@@ -483,10 +481,7 @@ def _check_one_each(name: str, values: object, world: World) -> None:
     count = len(cast("Sequence[object]", values)) if is_list else None
     if count != world.size:
         actual = type(values).__name__ if count is None else f"{count} values"
-        msg = (
-            f"af.{name}: rank {world.rank} passed {actual} for {world.size} ranks; expected a"
-            " list or a tuple with one value for each rank."
-        )
+        msg = f"af.{name}: rank {world.rank} passed {actual}, not a list with one value per rank."
         raise ArgumentError(msg)
 
 

@@ -128,10 +128,7 @@ def batches(state: TrainState, *, until_epoch: int | None = None) -> Batches:
         )
         raise StateError(msg)
     if until_epoch is not None and not is_integer(until_epoch, 1):
-        msg = (
-            f"af.batches(until_epoch={until_epoch!r}): expected an integer of at least 1, or"
-            " None."
-        )
+        msg = f"af.batches(until_epoch={until_epoch!r}): expected an integer, 1 or more, or None."
         raise ArgumentError(msg)
     reading = Reading(
         plan=state.definition.plan,

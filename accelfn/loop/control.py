@@ -74,10 +74,7 @@ def _on(
         index, size = world.local_rank, world.local_size
     if not is_integer(rank) or not -size <= rank < size:
         kind = "a local rank" if local else "a rank"
-        msg = (
-            f"{call}(rank={rank!r}): expected {kind} from 0 to {size - 1}, or a negative"
-            f" number from -1 (the last) to {-size}."
-        )
+        msg = f"{call}(rank={rank!r}): expected {kind} from 0 to {size - 1}, or -1 for the last."
         raise ArgumentError(msg)
     runs = index == rank % size
 

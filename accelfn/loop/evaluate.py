@@ -231,10 +231,7 @@ def _check_function(fn: object, extras: tuple[Any, ...]) -> None:
     keywords = {"sample_weight": None} if takes_weight(fn) else {}
     error = call_mismatch(fn, None, None, *extras, **keywords)
     if error is not None:
-        msg = (
-            f"af.evaluate and af.predict call {fn!r} as fn(model, batch, *extras), which it"
-            f" does not accept: {error}."
-        )
+        msg = f"af.evaluate and af.predict call fn(model, batch, *extras), but {fn!r}: {error}."
         raise LossError(msg) from error
 
 
@@ -314,10 +311,7 @@ def _check_rows(result: Any, rows: int, fn: EvaluateFunction) -> None:
     for leaf in tree.tree_leaves(result):
         check_whole(leaf, qualname(fn))
         if _num_rows(leaf) != rows:
-            msg = (
-                f"{_shape_hint(fn, leaf)}; af.predict expects tensors with the {rows} samples"
-                " of the batch along dim 0."
-            )
+            msg = f"{_shape_hint(fn, leaf)}; af.predict expects {rows} samples along dim 0."
             raise BatchError(msg)
 
 

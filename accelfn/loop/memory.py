@@ -227,10 +227,7 @@ def _skeleton_from(source: ModelSource) -> Skeleton:
     with torch.device("meta"):
         module = source()
     if not isinstance(module, nn.Module):
-        msg = (
-            f"af.memory_estimate(model={source!r}): the function returned"
-            f" {type(module).__name__}; expected a torch.nn.Module."
-        )
+        msg = f"af.memory_estimate: model() returned {type(module).__name__}, not an nn.Module."
         raise ArgumentError(msg)
     return skeleton_of(module)
 
@@ -696,10 +693,7 @@ def _check_group(world: World) -> None:
     backend = world.connection.backend(world.device)
     why = ""
     if world.axes:
-        why = (
-            f"the world has axes, {dict(world.axes)}, but the process group of a try has none."
-            " Search in a world without axes."
-        )
+        why = f"the world has axes, {dict(world.axes)}. Search in a world without axes."
     elif not is_whole or world.connection.is_branch:
         why = (
             f"these {world.size} ranks are only some ranks of the job, or the world of another"

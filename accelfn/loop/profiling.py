@@ -234,9 +234,6 @@ def _check_activities(activities: Any) -> list[torch_profiler.ProfilerActivity]:
     chosen = list(activities) if isinstance(activities, Iterable) else []
     if not chosen or not all(activity in possible for activity in chosen):
         names = ", ".join(sorted(f"ProfilerActivity.{kind.name}" for kind in possible))
-        msg = (
-            f"af.profile(activities={activities!r}): expected a list of activities that torch"
-            f" can record here: {names} (from torch.profiler)."
-        )
+        msg = f"af.profile(activities={activities!r}): expected a list of some of {names}."
         raise ArgumentError(msg)
     return chosen

@@ -328,16 +328,10 @@ class _Actions:
 def _check(state: object, step: object, track: object, store: object) -> None:
     """Raise for invalid arguments of `run`."""
     if isinstance(step, TrainState):
-        msg = (
-            "af.run(step, state): the state must be the first argument. Write"
-            " af.run(state, step, until=...)."
-        )
+        msg = "af.run(step, state): write af.run(state, step, until=...)."
         raise ArgumentError(msg)
     if not callable(step):
-        msg = (
-            f"af.run(step={step!r}): expected a step from af.make_step(loss_fn), or a function"
-            " (state, batch) -> (state, metrics)."
-        )
+        msg = f"af.run(step={step!r}): expected a step, such as af.make_step(loss_fn)."
         raise ArgumentError(msg)
     check_state("af.run(state, step)", state)
     if track is not None and not callable(track):
@@ -361,10 +355,7 @@ def _check_step_result(result: Any) -> tuple[TrainState, Metrics]:
         state, metrics = cast("tuple[Any, Any]", result)
         if isinstance(state, TrainState) and isinstance(metrics, Metrics):
             return state, metrics
-    msg = (
-        f"af.run: step returned {type(result).__name__}; expected (state, metrics), as"
-        " a step from af.make_step(loss_fn) returns."
-    )
+    msg = f"af.run: step returned {type(result).__name__}; expected (state, metrics)."
     raise ArgumentError(msg)
 
 
@@ -377,8 +368,7 @@ def _end(until: object) -> tuple[Callable[[TrainState], bool], int | None]:
     if callable(until):
         return cast("Callable[[TrainState], bool]", until), None
     msg = (
-        f"af.run(until={until!r}): expected a number of updates, af.epochs(n), or a function"
-        " that returns whether a state is the last."
+        f"af.run(until={until!r}): expected a number, af.epochs(n), or (state) -> bool."
     )
     raise ArgumentError(msg)
 

@@ -59,10 +59,7 @@ def parse_axes(word: str, text: str, size: int | None) -> dict[str, int]:
     for part in text.split(","):
         name, equals, extent = (piece.strip() for piece in part.partition("="))
         if not name or not equals or name in sizes:
-            msg = (
-                f"{word}: expected sizes by name, each name once, such as"
-                " dp_replicate=2,dp_shard=4."
-            )
+            msg = f"{word}: expected name=size, each name once, such as dp_replicate=2,dp_shard=4."
             raise ArgumentError(msg)
         is_number = extent.removeprefix("-").isdecimal()
         sizes[name] = int(extent) if is_number else extent
@@ -99,10 +96,7 @@ def _fill_in(call: str, axes: Mapping[Any, Any], size: int | None) -> dict[str, 
             continue
         check_name(call, name)
         if not is_integer(extent, 1) and extent != -1:
-            msg = (
-                f"{call}: {name!r} is {extent!r}; expected a number of ranks, 1 or more, or"
-                " -1 for the remaining ranks."
-            )
+            msg = f"{call}: {name!r} is {extent!r}; expected a number of ranks, or -1 for the rest."
             raise ArgumentError(msg)
     free = [name for name, extent in sizes.items() if extent == -1]
     factor = math.prod(extent for extent in sizes.values() if extent != -1)
