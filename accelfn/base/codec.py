@@ -136,9 +136,8 @@ def encode(
     has_state_dict = callable(getattr(tree, "state_dict", None))
     advice = "its state_dict()" if has_state_dict else "the data that you need from it"
     msg = (
-        f"{path} is a {type(tree).__name__}, but only tensors, dicts, lists, tuples,"
-        " strings, numbers, booleans and None can be saved or sent. Replace it by"
-        f" {advice}."
+        f"{path} is a {type(tree).__name__}, but only tensors, dicts, lists, tuples, strings,"
+        f" numbers, booleans and None can be saved or sent. Replace it by {advice}."
     )
     raise PlainDataError(msg)
 

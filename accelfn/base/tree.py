@@ -514,9 +514,8 @@ def num_rows(tree: Any) -> int:
         listing = " and ".join(map(str, sorted(sizes)))
         problem = f"dim 0 of its tensors has different sizes, {listing}"
     msg = (
-        f"Cannot find the number of samples in this batch: {problem}. Return af.Loss(total,"
-        " weight) from the loss function, with the number of samples as weight, or take"
-        " batches from af.batches(state)."
+        f"Cannot find the number of samples in this batch: {problem}. Return af.Loss(total, weight)"
+        " from the loss function, with the number of samples as weight, or use af.batches(state)."
     )
     raise BatchError(msg)
 

@@ -686,10 +686,9 @@ def check_stand_ins(call: str, world: World) -> None:
     asks = not without or world.connection.activity.samples.is_weighed
     if not asks and len(without) < len(counts):
         msg = (
-            f"{call}: rank {', '.join(map(str, without))} has no sample in this pass. It"
-            " computes with a filler sample instead, which would count in the result. Write"
-            " def loss_fn(model, batch, *, sample_weight), and multiply the values by"
-            " sample_weight, which is 0 for filler samples."
+            f"{call}: rank {', '.join(map(str, without))} has no sample in this pass. Its filler"
+            " sample would count in the result. Write def loss_fn(model, batch, *, sample_weight),"
+            " and multiply the values by sample_weight, which is 0 for filler samples."
         )
         raise LossError(msg)
 

@@ -359,17 +359,15 @@ def tensors_of(values: Any, label: str, world: World) -> list[torch.Tensor]:
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             msg = (
-                f"{label}: the values contain a {type(leaf).__name__}, but this call can send"
-                " only tensors. For other objects, use af.all_gather_objects or"
-                " af.broadcast_object."
+                f"{label}: the values contain a {type(leaf).__name__}, but this call can send only"
+                " tensors. For other objects, use af.all_gather_objects or af.broadcast_object."
             )
             raise ArgumentError(msg)
         kind = codec.kind_of(leaf)
         if kind is not None and (kind, world.device.type) != ("meta", "meta"):
             msg = (
-                f"{label}: the values contain a {kind} tensor, but this call can send only"
-                " dense tensors with values. Call to_dense() or dequantize(), or pass the"
-                " dense tensors that it consists of."
+                f"{label}: the values contain a {kind} tensor, but this call can send only dense"
+                " tensors with values. Call to_dense() or dequantize(), or pass its dense parts."
             )
             raise ArgumentError(msg)
     return leaves
@@ -502,7 +500,7 @@ def _serialize(value: Any, *, pickle: bool) -> bytes:
     except Exception as error:  # an object's own pickle method may raise any error
         msg = (
             f"pickle=True: pickle cannot write this {type(value).__name__}, or a value in it:"
-            f" {error}. Remove or replace that value. Define functions and classes at the top"
+            f" {error}. Remove that value. Define functions and classes at the top"
             " level of a module."
         )
         raise PlainDataError(msg) from error
@@ -558,8 +556,7 @@ def all_to_all(
         if outline != outlines[0]:
             msg = (
                 f"af.all_to_all: the value for rank 0 is {outlines[0]}, but the value for rank"
-                f" {rank} is {outline}. Pass values with the same structure, dtypes and numbers"
-                " of dims to all ranks."
+                f" {rank} is {outline}. Structures, dtypes and numbers of dims must be equal."
             )
             raise ArgumentError(msg)
     free = None if equal else ...

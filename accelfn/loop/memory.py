@@ -645,7 +645,7 @@ def _try_batch_size(
         msg = (
             f"Rank {world.rank} of {world.size}: a rank lost its connection while"
             f" af.find_batch_size tried a batch size of {batch_size}, and no rank ran out of"
-            " memory. Look at the other ranks' output for the cause."
+            " memory. Look at the other ranks' output."
         )
         raise PeerFailedError(msg) from error
     if batch_size == 1:

@@ -232,9 +232,8 @@ def run(
     due_actions = _Actions(actions)
     if track is not None and not due_actions:
         msg = (
-            "af.run(track=...): without actions, the tracker would receive nothing. Pass an"
-            " action that returns numbers, such as"
-            " actions={100: lambda state, metrics: metrics.all_reduce_mean(state.world)}."
+            "af.run(track=...): without actions, a tracker would receive nothing. Pass an action,"
+            " such as actions={100: lambda state, metrics: metrics.all_reduce_mean(state.world)}."
         )
         raise ArgumentError(msg)
     is_last, num_epochs = _end(until)
@@ -337,9 +336,8 @@ def _check(state: object, step: object, track: object, store: object) -> None:
     if track is not None and not callable(track):
         path = track if isinstance(track, str) else "run.jsonl"
         msg = (
-            f"af.run(track={track!r}): expected a tracker, such as"
-            f" af.track.jsonl({path!r}, world=state.world), or a function"
-            " (numbers, update)."
+            f"af.run(track={track!r}): expected a tracker, such as af.track.jsonl({path!r},"
+            " world=state.world), or a function (numbers, update)."
         )
         raise ArgumentError(msg)
     methods = [getattr(store, n, None) for n in ("restore", "due", "save", "wait")]
@@ -367,9 +365,7 @@ def _end(until: object) -> tuple[Callable[[TrainState], bool], int | None]:
         return lambda state: state.step >= until, None
     if callable(until):
         return cast("Callable[[TrainState], bool]", until), None
-    msg = (
-        f"af.run(until={until!r}): expected a number, af.epochs(n), or (state) -> bool."
-    )
+    msg = f"af.run(until={until!r}): expected a number of updates, af.epochs(n) or (state) -> bool."
     raise ArgumentError(msg)
 
 

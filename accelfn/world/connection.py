@@ -180,8 +180,7 @@ class RollCall:
         except RuntimeError as error:
             msg = (
                 f"Rank {self._rank} of {self._size} opened its world, but {self._absent()} did"
-                f" not open its world within {round(timeout, 1):g} s, or ended. Look at its"
-                " output for the cause."
+                f" not open its world within {round(timeout, 1):g} s, or ended. Look at its output."
             )
             raise PeerFailedError(msg) from error
 
@@ -341,7 +340,7 @@ class Connection:
         if self.is_lent:
             msg = (
                 "You cannot use this world while af.find_batch_size tries a batch size. Use the"
-                " world that af.find_batch_size passes to your function fn(batch_size, world),"
+                " world that af.find_batch_size passes to fn(batch_size, world),"
                 " and create the states inside fn."
             )
             raise WorldError(msg)

@@ -109,9 +109,8 @@ def check_backend(backend: str | None) -> None:
     for name in () if backend is None else sorted(_names_of(backend)):
         if not dist.is_backend_available(name):
             msg = (
-                f"World.from_env(backend={backend!r}): this torch build has no backend"
-                f" {name!r}. Use gloo or nccl, or a backend for each device type, such as"
-                ' "cpu:gloo,cuda:nccl".'
+                f"World.from_env(backend={backend!r}): this torch build has no backend {name!r}."
+                ' Use gloo, nccl, or one for each device type, such as "cpu:gloo,cuda:nccl".'
             )
             raise WorldError(msg)
 
@@ -121,9 +120,8 @@ def refuse_open_group() -> None:
     if dist.is_initialized() and (size := dist.get_world_size()) > 1:
         msg = (
             f"torch's process group has {size} ranks, but the environment has no RANK, so accelfn"
-            " would create a world of one process. Use the World that you already have (a"
-            " simulated rank gets its World as an argument), or write World(rank=..., size=...,"
-            " group=...)."
+            " would create a world of one process. Use the World that you already have (a simulated"
+            " rank gets its World as an argument), or write World(rank=..., size=..., group=...)."
         )
         raise WorldError(msg)
 
@@ -239,8 +237,7 @@ def _meet(meeting: Meeting) -> dist.Store:
     if wrong:
         msg = (
             f"{place.size} processes connected, but {' and '.join(wrong)}. Set a different RANK"
-            " for each process. If several jobs run at the same time, also set a different"
-            " MASTER_PORT for each job."
+            " for each process. If several jobs run, also set a different MASTER_PORT for each."
         )
         raise WorldError(msg)
     return store
