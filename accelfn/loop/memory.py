@@ -90,7 +90,7 @@ class StateBytes:
 
     def rows(self) -> Iterator[tuple[str, int]]:
         """Yield the rows of a table: a name, such as "gradients", and its bytes."""
-        return _rows_of(self)
+        return _table_rows(self)
 
 
 _ROWS = {
@@ -102,7 +102,7 @@ _ROWS = {
 """Names of a table's rows, by attribute, if they differ from the attribute's name."""
 
 
-def _rows_of(sizes: "StateBytes | Memory") -> Iterator[tuple[str, Any]]:
+def _table_rows(sizes: "StateBytes | Memory") -> Iterator[tuple[str, Any]]:
     for name, size in attrs.asdict(sizes, recurse=False).items():
         if name == "slots":
             yield from ((f"slot {slot!r}", number) for slot, number in size.items())
@@ -472,7 +472,7 @@ class Memory:
 
     def rows(self) -> Iterator[tuple[str, Bytes]]:
         """Yield the rows of the table: a name, such as "parameters", and its bytes."""
-        return _rows_of(self)
+        return _table_rows(self)
 
     _repr_html_ = text_as_html
 

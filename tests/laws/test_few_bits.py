@@ -148,7 +148,7 @@ def test_messages_carry_what_a_collective_does(ranks, columns, start, users):
         to, sender = (world.rank + 1) % ranks, (world.rank - 1) % ranks
         among: Any = {"group": world.group}
         own = [dist.isend(-rows, group_dst=to, **among) for _ in range(users)]
-        world.connection.backend = lambda _: "gloo"  # whose messages are simulated here
+        of_gloo.add(world.group)  # whose messages are simulated here
         work = start(got, given, world)
         work.wait()
         assert torch.equal(got, expected)
@@ -158,9 +158,10 @@ def test_messages_carry_what_a_collective_does(ranks, columns, start, users):
             each.wait()
             assert torch.equal(theirs, -rows + 100 * (world.rank - sender))
 
-    written = Written(ranks)
+    written, of_gloo = Written(ranks), set[Any]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(neighbors, "dist", written)
+        patch.setattr(neighbors, "carries", lambda group, _: group in of_gloo)
         simulate(ranks, program)
     each = ["asked"] * (ranks - 1) + ["sent"] * (ranks - 1)
     assert written.calls == [each] * ranks

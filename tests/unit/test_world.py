@@ -342,7 +342,8 @@ def test_a_rank_that_is_never_joined_closes_the_world(env, monkeypatch):
     store = dist.HashStore()
     roll_call = RollCall(store, 0, 2, rank_0_keeps_it=False)
     joined = Connection(dist.ProcessGroup(0, 2), roll_call=roll_call)
-    monkeypatch.setattr(world, "join", lambda *_, **__: (joined, True))
+    joined.own()
+    monkeypatch.setattr(world, "join", lambda *_, **__: joined)
     with pytest.raises(
         af.errors.PeerFailedError, match=r"Rank 0 of 2 .* but rank 1 did not"
     ):
