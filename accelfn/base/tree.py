@@ -546,7 +546,7 @@ def div_(tensors: Iterable[torch.Tensor], divisor: Number) -> None:
 
 
 def _scale_(
-    fused: Callable[..., object], tensors: Iterable[torch.Tensor], number: Number
+    operator: Callable[..., object], tensors: Iterable[torch.Tensor], number: Number
 ) -> None:
     """Call a fused operator with a number, which may be on another device than the tensors.
 
@@ -557,7 +557,7 @@ def _scale_(
     if isinstance(number, torch.Tensor) and not number.is_cpu:
         number = number.cpu() if any(part.is_cpu for part in parts) else number
     if parts:
-        fused(parts, number)
+        operator(parts, number)
 
 
 fused_adam_ = torch._fused_adam_  # pyright: ignore[reportPrivateUsage]

@@ -105,7 +105,7 @@ def all_reduce_(tensors: Sequence[torch.Tensor], world: World, *, label: str) ->
     """Sum tensors over all ranks, in place, in one call per dtype."""
     if world.size > 1:
         world = check_same_tensors(world, "all_reduce", label, tensors)
-        for same, flat in _packed(tensors):
+        for same, flat in _by_dtype(tensors):
             sum_(flat, world, label=label)
             unpack_(flat, same)
 
@@ -116,13 +116,13 @@ def broadcast_(
     """Broadcast the values of rank `root`, in place, in one call per dtype."""
     if world.size > 1:
         world = check_same_tensors(world, "broadcast", label, tensors, root=root)
-        for same, flat in _packed(tensors):
+        for same, flat in _by_dtype(tensors):
             with naming(label, world):
                 dist.broadcast(_as_sendable(flat), group=world.group, group_src=root)
             unpack_(flat, same)
 
 
-def _packed(
+def _by_dtype(
     tensors: Sequence[torch.Tensor],
 ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
     """Yield the tensors of each dtype, and these tensors as one vector."""

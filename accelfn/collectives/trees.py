@@ -213,8 +213,8 @@ def _start_by_dtype(
     order = [*chain.from_iterable(places)]
 
     def finish() -> Any:
-        reduced = chain.from_iterable(wait() for wait in waits)
-        results = dict(zip(order, reduced, strict=True))
+        tensors = chain.from_iterable(wait() for wait in waits)
+        results = dict(zip(order, tensors, strict=True))
         return tree.with_leaves(outline, [results[i] for i in range(len(results))])
 
     return finish
@@ -439,8 +439,8 @@ def broadcast_object(
     data = _serialize(value, pickle=pickle) if world.rank == root else None
     kind = f"broadcast_object{'(pickle=True)' * pickle}"
     world = check_same_call(world, kind, label, root=root)
-    sent = packed.broadcast_bytes(data, world, root=root, label=label)
-    return _deserialize(sent, world, pickle=pickle)
+    data = packed.broadcast_bytes(data, world, root=root, label=label)
+    return _deserialize(data, world, pickle=pickle)
 
 
 def scatter(
@@ -564,8 +564,8 @@ def all_to_all(
     if world.size == 1 or not lists[0]:
         return [tree.clone(value) for value in values]
     shapes = _check_equal(lists) if equal else _exchange_shapes(lists, world, label)
-    received = _exchange_tensors(lists, shapes, world, label)
-    return [tree.with_leaves(values[0], tensors) for tensors in received]
+    trees = _exchange_tensors(lists, shapes, world, label)
+    return [tree.with_leaves(values[0], tensors) for tensors in trees]
 
 
 def _check_equal(lists: list[list[torch.Tensor]]) -> list[Shapes]:

@@ -74,7 +74,8 @@ def _on(
         index, size = world.local_rank, world.local_size
     if not is_integer(rank) or not -size <= rank < size:
         kind = "a local rank" if local else "a rank"
-        msg = f"{call}(rank={rank!r}): expected {kind} from 0 to {size - 1}, or -1 for the last."
+        usage = f"{call}(rank={rank!r})"
+        msg = f"{usage}: expected {kind} from 0 to {size - 1}, or -1 (the last) to {-size}."
         raise ArgumentError(msg)
     runs = index == rank % size
 

@@ -444,9 +444,11 @@ class Bytes:
 
     def __add__(self, other: "Bytes") -> "Bytes":
         """Add the bytes of two groups of tensors."""
-        pairs = zip(attrs.astuple(self), attrs.astuple(other), strict=True)
-        here, whole, host = map(sum, pairs)
-        return Bytes(here=here, whole=whole, host=host)
+        return Bytes(
+            here=self.here + other.here,
+            whole=self.whole + other.whole,
+            host=self.host + other.host,
+        )
 
 
 @attrs.frozen(kw_only=True)

@@ -327,7 +327,7 @@ class _Actions:
 def _check(state: object, step: object, track: object, store: object) -> None:
     """Raise for invalid arguments of `run`."""
     if isinstance(step, TrainState):
-        msg = "af.run(step, state): write af.run(state, step, until=...)."
+        msg = "af.run: the state comes first. Write af.run(state, step, until=...)."
         raise ArgumentError(msg)
     if not callable(step):
         msg = f"af.run(step={step!r}): expected a step, such as af.make_step(loss_fn)."

@@ -59,7 +59,10 @@ def parse_axes(word: str, text: str, size: int | None) -> dict[str, int]:
     for part in text.split(","):
         name, equals, extent = (piece.strip() for piece in part.partition("="))
         if not name or not equals or name in sizes:
-            msg = f"{word}: expected name=size, each name once, such as dp_replicate=2,dp_shard=4."
+            msg = (
+                f"{word}: expected sizes by name, each name once, such as"
+                " dp_replicate=2,dp_shard=4."
+            )
             raise ArgumentError(msg)
         is_number = extent.removeprefix("-").isdecimal()
         sizes[name] = int(extent) if is_number else extent
@@ -78,8 +81,8 @@ def choose_axes(call: str, axes: object, text: str | None, size: int) -> dict[st
     launch_axes = parse_axes(f"{VARIABLE}={text}", text, size)
     if axes is None:
         return launch_axes
-    large, own = ({n: a[n] for n in long(a)} for a in (launch_axes, script_axes))
-    if own != large:
+    differing = script_axes.items() ^ launch_axes.items()
+    if any(extent > 1 for _, extent in differing):
         msg = (
             f"{call}(axes={axes!r}) and {VARIABLE}={text}, which `accelfn launch --axes`"
             " sets, name different axes. Remove one of the two."
@@ -96,7 +99,7 @@ def _fill_in(call: str, axes: Mapping[Any, Any], size: int | None) -> dict[str, 
             continue
         check_name(call, name)
         if not is_integer(extent, 1) and extent != -1:
-            msg = f"{call}: {name!r} is {extent!r}; expected a number of ranks, or -1 for the rest."
+            msg = f"{call}: {name!r} is {extent!r}; expected a number of ranks, 1 or more, or -1."
             raise ArgumentError(msg)
     free = [name for name, extent in sizes.items() if extent == -1]
     factor = math.prod(extent for extent in sizes.values() if extent != -1)

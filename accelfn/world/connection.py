@@ -340,7 +340,7 @@ class Connection:
         if self.is_lent:
             msg = (
                 "You cannot use this world while af.find_batch_size tries a batch size. Use the"
-                " world that af.find_batch_size passes to fn(batch_size, world),"
+                " world that af.find_batch_size passes to your function fn(batch_size, world),"
                 " and create the states inside fn."
             )
             raise WorldError(msg)

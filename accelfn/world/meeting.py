@@ -496,9 +496,9 @@ class Launched:
         if size > 1:
             store = dist.PrefixStore(f"accelfn world {self.number}", self.store)
             backend = self.backend or _backend(self.device)
-            watched = self._watch_store(store, names)
+            watcher = self._watch_store(store, names)
             try:
-                open_default_group(watched, rank, size, backend, timeout=self.timeout)
+                open_default_group(watcher, rank, size, backend, timeout=self.timeout)
             except WorldError:
                 if not self._loses_one(names):
                     raise  # all processes are alive, but torch cannot open the group

@@ -47,8 +47,9 @@ def _why_not_alone(call: str) -> str | None:
     if size == 1:
         return None
     return (
-        f"{call} is for one process, but {name} is {size}: each rank would train alone. Write world"
-        " = af.World.from_env() instead, and pass it to TrainState.create(world=world, ...)."
+        f"{call} is for one process, but {name} is {size}: each of the {size} ranks would train"
+        " alone. Write world = af.World.from_env() instead, and pass it to"
+        " TrainState.create(world=world, ...)."
     )
 
 
