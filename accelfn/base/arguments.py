@@ -352,7 +352,7 @@ def value_of(owner: Any, name: str) -> Any:
 
 def mebibytes() -> Validator:
     """Return an attrs validator for a transform's size in MiB."""
-    return number(lambda size: 0 < size < math.inf, "a positive number of MiB")
+    return satisfies(is_positive_number, "a positive number of MiB")
 
 
 def as_path(call: str, value: object, what: str) -> Path:
