@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pickle import PicklingError
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import attrs
 import torch
@@ -20,30 +20,46 @@ from accelfn.base import draws, system, tree
 from accelfn.base.arguments import advise
 from accelfn.base.devices import pin
 from accelfn.data.order import Indices
+from accelfn.data.plan import Cursor, Plan
 from accelfn.data.sources import Source, collate_samples
 from accelfn.errors import DataError
+from accelfn.world import World
+
+if TYPE_CHECKING:
+    from accelfn.data.dataset import Data
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
+Task: TypeAlias = tuple[int, int, Indices]
+"""A micro-batch to read: the key of the epoch's random numbers, the position of the first sample
+in the epoch's order, and the dataset indices of the samples."""
 
 
-@attrs.frozen
-class Task:
-    """A micro-batch to read.
+@attrs.frozen(kw_only=True)
+class Reading:
+    """Which batches to read, and who reads them.
 
     Attributes:
-        key: the key of the epoch's random numbers.
-        first: the position of the first sample in the epoch's order.
-        indices: the dataset indices of the samples.
+        plan: which samples of an update this rank reads.
+        start: the cursor of the first sample to read.
+        epochs: reading ends before the epoch with this number; None: it does not end.
+        seed: the seed of the order and of random numbers.
+        world: the ranks that read.
+        update: the state's number of updates before the first batch, for errors.
     """
 
-    key: int
-    first: int
-    indices: Indices
+    plan: Plan
+    start: Cursor = attrs.field(factory=Cursor)
+    epochs: int | None
+    seed: int
+    world: World
+    update: int = 0
 
 
 @attrs.frozen
 class Fetch:
     """Reads and collates the samples of a task, in this process or in a worker.
+
+    For torch's DataLoader, it is a dataset: an index is a task, and a sample is a micro-batch.
 
     A dataset may use the default random generators of torch, numpy or Python, for example for
     augmentation. accelfn seeds them for each sample from (seed, epoch, position), so the random
@@ -61,17 +77,27 @@ class Fetch:
 
     def __call__(self, task: Task) -> Any:
         """Return the collated samples of a task."""
+        key, first, indices = task
         if self.is_pure:
-            return self.source.batch(task.indices, skip_seeding)
+            return self.source.batch(indices, skip_seeding)
         with draws.seeded() as drawing:
 
             def begin(place: int) -> None:
-                drawing.begin(draws.fold(task.key, task.first + place))
+                drawing.begin(draws.fold(key, first + place))
 
             if self.collate is None:
-                return self.source.batch(task.indices, begin)
-            samples = self.source.samples(task.indices, begin)
-            return collate_samples(self.collate, samples, task.indices)
+                return self.source.batch(indices, begin)
+            samples = self.source.samples(indices, begin)
+            return collate_samples(self.collate, samples, indices)
+
+    def __getitem__(self, task: Task) -> Any:
+        """Return the collated samples of a task, for a DataLoader."""
+        try:
+            return self(task)
+        # a DataLoader would treat it as the end of the data
+        except StopIteration as error:
+            msg = "A dataset or collate function raised StopIteration."
+            raise RuntimeError(msg) from error
 
 
 def skip_seeding(_place: int) -> None:
@@ -88,15 +114,6 @@ def skip_seeding(_place: int) -> None:
 _torch: Any = signal_handling
 _starting = threading.local()
 """Its attribute `here` is true while the current thread starts workers."""
-
-
-@attrs.frozen
-class Place:
-    """For error messages: the rank that reads, and the number of the first batch's update."""
-
-    rank: int
-    size: int
-    update: int
 
 
 def advise_of_workers(num_workers: int) -> None:
@@ -118,25 +135,29 @@ def mute_worker_warnings() -> Generator[None]:
         yield
 
 
-def start_method(num_workers: int) -> str | None:
-    """Return the start method for workers: "fork" on Linux, unless the program has chosen one.
+def worker_options(data: "Data") -> dict[str, Any]:
+    """Return a DataLoader's options for workers: they are forked on Linux by default.
 
     Since Python 3.14, the default is that a server process starts the workers. Then they are not
     children of this process, and it would notice the end of a worker only after the timeout.
     """
     is_chosen = multiprocessing.get_start_method(allow_none=True) is not None
-    return "fork" if num_workers and not is_chosen and sys.platform == "linux" else None
+    forks = data.num_workers and not is_chosen and sys.platform == "linux"
+    return {
+        "num_workers": data.num_workers,
+        "timeout": data.timeout if data.num_workers else 0,
+        "multiprocessing_context": "fork" if forks else None,
+    }
 
 
 def watch_workers(
-    loader: Any, *, timeout: float, place: Place, due: Callable[[], tuple[int, str]]
+    loader: Any, reading: Reading, due: Callable[[], tuple[int, str]]
 ) -> Iterator[Any]:
     """Yield the results of a loader's workers; end the workers afterwards.
 
     Args:
         loader: a DataLoader of torch or torchdata with workers.
-        timeout: the loader's timeout in seconds.
-        place: the rank, and the update of the first batch, for errors.
+        reading: the rank, and the update of the first batch, for errors.
         due: returns the number of updates that were read, and a sentence about the samples that
             the workers are reading.
 
@@ -144,7 +165,7 @@ def watch_workers(
         DataError: a worker could not be started, was killed or did not answer. Errors of the
             dataset itself are raised unchanged.
     """
-    values = _start_iterator(loader, place)
+    values = _start_iterator(loader, reading)
     try:
         while True:
             try:
@@ -153,7 +174,7 @@ def watch_workers(
             except StopIteration:
                 return
             except (RuntimeError, OSError, EOFError) as error:
-                reason = _explain_failure(error, timeout)
+                reason = _explain_failure(error, loader.timeout)
                 if reason is None:
                     raise
                 if "timed out" in str(error):
@@ -161,9 +182,10 @@ def watch_workers(
                     for worker in values._workers:
                         worker.terminate()
                 num_read, being_read = due()
+                update = reading.update + num_read
                 msg = (
-                    f"A data worker of rank {place.rank} of {place.size} failed before the batch"
-                    f" of update {place.update + num_read} was complete: {reason}\n{being_read}"
+                    f"{_worker_of(reading)} failed before the batch of update {update} was"
+                    f" complete: {reason}\n{being_read}"
                 )
                 raise DataError(msg) from error
             yield value
@@ -172,7 +194,11 @@ def watch_workers(
         values._shutdown_workers()
 
 
-def _start_iterator(loader: Any, place: Place) -> Any:
+def _worker_of(reading: Reading) -> str:
+    return f"A data worker of rank {reading.world.rank} of {reading.world.size}"
+
+
+def _start_iterator(loader: Any, reading: Reading) -> Any:
     """Create a loader's iterator, which starts the workers."""
     try:
         with mute_worker_warnings(), _without_garbage():
@@ -184,11 +210,10 @@ def _start_iterator(loader: Any, place: Place) -> Any:
         if how in (None, "fork"):  # a fork pickles nothing
             raise
         msg = (
-            f"A data worker of rank {place.rank} of {place.size} could not be started for"
-            f" update {place.update}: {error!r}. The program, or a package that it imports, has"
-            f" chosen the start method {how!r}, so the dataset must be pickled. Define its"
-            " functions and classes at the top level of a module, or call"
-            ' multiprocessing.set_start_method("fork") at the start of the program.'
+            f"{_worker_of(reading)} could not be started for update {reading.update}: {error!r}."
+            f" The program, or a package that it imports, has chosen the start method {how!r}, so"
+            " the dataset must be pickled. Define its functions and classes at the top level of a"
+            ' module, or call multiprocessing.set_start_method("fork") at the start of the program.'
         )
         raise DataError(msg) from error
 

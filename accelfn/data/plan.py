@@ -668,6 +668,10 @@ class Portion(NamedTuple):
     shares: list[tuple[int, ...]] | None = None
 
 
+Pair: TypeAlias = tuple[Portion, list[Any]]
+"""This rank's portion of an update, and the collated values of its micro-batches."""
+
+
 def portions(epoch: Epoch, plan: Plan, start: Cursor) -> Iterator[Portion]:
     """Yield this rank's portion of each update in an epoch, from a cursor on.
 

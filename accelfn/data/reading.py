@@ -4,9 +4,8 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-import attrs
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
@@ -14,53 +13,30 @@ from torch.utils.data import DataLoader
 from accelfn.base.draws import is_plain, own_modes, span
 from accelfn.data.loaders import (
     Fetch,
-    Place,
+    Reading,
     Task,
     advise_of_workers,
     mute_worker_warnings,
     on_device,
     skip_seeding,
-    start_method,
     watch_workers,
+    worker_options,
 )
-from accelfn.data.plan import Batch, Cursor, Filler, Plan, Portion, epoch_of, portions
+from accelfn.data.plan import (
+    Batch,
+    Cursor,
+    Filler,
+    Pair,
+    Plan,
+    Portion,
+    epoch_of,
+    portions,
+)
 from accelfn.data.sources import format_indices
-from accelfn.data.stream import (
-    Sharded,
-    Share,
-    Stream,
-    log_replay,
-    read_dispatched,
-    read_stream,
-)
-from accelfn.world import World
+from accelfn.data.stream import Stream, log_replay, read_dispatched, read_sharded
 
 if TYPE_CHECKING:
     from accelfn.data.dataset import Data
-
-Pair: TypeAlias = tuple[Portion, list[Any]]
-"""This rank's portion of an update, and the collated values of its micro-batches."""
-
-
-@attrs.frozen(kw_only=True)
-class Reading:
-    """Which batches to read, and who reads them.
-
-    Attributes:
-        plan: which samples of an update this rank reads.
-        start: the cursor of the first sample to read.
-        epochs: reading ends before the epoch with this number; None: it does not end.
-        seed: the seed of the order and of random numbers.
-        world: the ranks that read.
-        update: the state's number of updates before the first batch, for errors.
-    """
-
-    plan: Plan
-    start: Cursor = attrs.field(factory=Cursor)
-    epochs: int | None
-    seed: int
-    world: World
-    update: int = 0
 
 
 def read_batches(data: "Data", reading: Reading) -> Iterator[Batch]:
@@ -108,7 +84,7 @@ def _tasks_of(portion: Portion) -> list[Task]:
     # an empty share reads a sample of the same batch, as filler
     last = portion.start.samples + portion.num_samples - 1
     return [
-        Task(portion.key, min(begin, last), indices)
+        (portion.key, min(begin, last), indices)
         for (begin, _), indices in zip(portion.spans, portion.indices, strict=True)
     ]
 
@@ -148,7 +124,7 @@ def _read_in_workers(
             f"The workers were reading the samples at these dataset indices:\n{lines}",
         )
 
-    for value in _watch(_Fetched(fetch), data, reading, due, send_tasks()):
+    for value in _watch(fetch, data, reading, due, send_tasks()):
         values.append(value)
         if len(values) == len(pending[0].spans):
             num_read += 1
@@ -157,21 +133,20 @@ def _read_in_workers(
 
 
 def _stream_pairs(data: "Data", reading: Reading) -> Iterator[Pair]:
-    plan, start, epochs = reading.plan, reading.start, reading.epochs
     if data.sharded:
-        source = Sharded(data, reading.seed, reading.world.batch, _place(reading))
-        return source.portions(plan, start, epochs)
-    stream = Stream(data, reading.seed)
+        return read_sharded(data, reading)
+    start = reading.start
+    stream = Stream(data, reading.seed, reading.plan, start, reading.epochs)
     if start.samples and start.memory is None and reading.world.is_main:
         log_replay(data.dataset, start.samples)
     if data.dispatch:
-        return read_dispatched(stream, plan, start, epochs, reading.world)
-    if not data.num_workers:
-        return read_stream(stream, plan, start, epochs)
-    return _read_shares(Share(stream, plan, start, epochs), data, reading)
+        return read_dispatched(stream, reading.world)
+    return (
+        _read_stream_in_workers(stream, reading) if data.num_workers else iter(stream)
+    )
 
 
-def _read_shares(share: Share, data: "Data", reading: Reading) -> Iterator[Pair]:
+def _read_stream_in_workers(stream: Stream, reading: Reading) -> Iterator[Pair]:
     """Read a stream in worker processes, which take turns: each reads every n-th update.
 
     Raises:
@@ -183,7 +158,7 @@ def _read_shares(share: Share, data: "Data", reading: Reading) -> Iterator[Pair]
         place = f"sample {after.samples} of epoch {after.epoch}"
         return num_read, f"The workers were reading the stream from {place} on."
 
-    for portion, values in _watch(share, data, reading, due):
+    for portion, values in _watch(stream, stream.data, reading, due):
         num_read, after = num_read + 1, portion.after
         yield portion, values
 
@@ -201,52 +176,28 @@ def _watch(
             dataset,
             batch_size=None,
             sampler=sampler,
-            num_workers=data.num_workers,
             collate_fn=_as_is,
-            timeout=data.timeout,
-            multiprocessing_context=start_method(data.num_workers),
             # without a generator, DataLoader would use the global random generator for a seed
             generator=torch.Generator().manual_seed(0),
+            **worker_options(data),
         )
-    return watch_workers(loader, timeout=data.timeout, place=_place(reading), due=due)
-
-
-class _Fetched:
-    """A dataset for torch's DataLoader: an index is a task, and a sample is a micro-batch."""
-
-    def __init__(self, fetch: Fetch) -> None:
-        self.fetch = fetch
-
-    def __getitem__(self, task: Task) -> Any:
-        try:
-            return self.fetch(task)
-        except (
-            StopIteration
-        ) as error:  # a DataLoader would treat it as the end of the data
-            msg = "A dataset or collate function raised StopIteration."
-            raise RuntimeError(msg) from error
+    return watch_workers(loader, reading, due)
 
 
 def _as_is(value: Any) -> Any:
     return value
 
 
-def _place(reading: Reading) -> Place:
-    return Place(reading.world.rank, reading.world.size, reading.update)
-
-
 def _assemble_batches(pairs: Iterable[Pair], plan: Plan) -> Iterator[Batch]:
     """Yield a `Batch` for each portion; samples that do not count are marked as filler."""
     for portion, values in pairs:
         start, after, num_samples, spans, indices, num_own, _, shares = portion
-        weights: tuple[int, ...] = ()
-        filler: tuple[Filler, ...] = ()
-        for low, high in spans:
-            weights += (high - low,)
-            # positions after the end of the epoch repeat samples of the epoch's start
-            filler += (
-                low == high or (high > num_own and np.arange(low, high) >= num_own),
-            )
+        weights = tuple([high - low for low, high in spans])
+        # positions after the end of the epoch repeat samples of the epoch's start
+        filler: list[Filler] = [
+            low == high or (high > num_own and np.arange(low, high) >= num_own)
+            for low, high in spans
+        ]
         yield Batch(
             micro_batches=tuple(values),
             weights=weights,
@@ -254,7 +205,7 @@ def _assemble_batches(pairs: Iterable[Pair], plan: Plan) -> Iterator[Batch]:
             cursor=after,
             num_samples=num_samples,
             parts_indices=indices,
-            parts_filler=filler,
+            parts_filler=tuple(filler),
             shares=partial(plan.counts, num_samples)
             if shares is None
             else partial(list, shares),

@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from weakref import WeakValueDictionary
 
 import attrs
@@ -26,17 +26,18 @@ from torch.utils.data import (
 from torch.utils.data._utils import worker as torch_worker
 
 from accelfn.base import codec, draws
+from accelfn.base.codec import has_state
 from accelfn.collectives.failures import check_world
 from accelfn.collectives.packed import all_gather_list, scatter_bytes
 from accelfn.data.loaders import (
     Collate,
-    Place,
+    Reading,
     mute_worker_warnings,
-    start_method,
     watch_workers,
+    worker_options,
 )
 from accelfn.data.order import promised_length, seed_generators
-from accelfn.data.plan import Batch, Cursor, Plan, Portion, Span, even_part
+from accelfn.data.plan import Batch, Cursor, Pair, Plan, Portion, Span, even_part
 from accelfn.errors import ArgumentError, BatchError, DataError
 from accelfn.world import World
 
@@ -46,11 +47,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("accelfn")
 _BEFORE = -1
 """A position for the random numbers that a stream uses before its first sample."""
-
-
-def is_stateful(dataset: Any) -> bool:
-    """Return whether an object has the methods `state_dict` and `load_state_dict`."""
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
 def check_promise(dataset: Any, count: int, epoch: int, *, ended: bool) -> None:
@@ -88,7 +84,7 @@ def resume_error(dataset: Any, cursor: Cursor) -> DataError:
     kind = type(dataset).__name__
     place = f"sample {cursor.samples} of epoch {cursor.epoch}"
     replay = f"af.Data(..., replay=True), which reads {cursor.samples} samples again."
-    if is_stateful(dataset):
+    if has_state(dataset):
         return DataError(
             f"The cursor at {place} has no state of the stream {kind}: it is from af.seek, or"
             " the samples in a shuffle buffer of `datasets` could not be saved. Use the cursor"
@@ -128,7 +124,7 @@ def first_state(dataset: Any) -> Any:
     if hasattr(dataset, "_starting_state_dict"):
         return copy.deepcopy(dataset._starting_state_dict) or {}
     is_nodes = type(dataset).__module__.startswith("torchdata.nodes")
-    if not is_stateful(dataset) or isinstance(dataset, DataLoader) or is_nodes:
+    if not has_state(dataset) or isinstance(dataset, DataLoader) or is_nodes:
         return None
     try:
         return copy.deepcopy(dataset.state_dict())
@@ -146,27 +142,27 @@ class Opened:
     accelfn seeds the default random generators for each sample from (seed, epoch, position).
     """
 
-    def __init__(
-        self, dataset: Any, key: int, start: Cursor, first: Any = None
-    ) -> None:
+    def __init__(self, data: "Data", key: int, start: Cursor) -> None:
         """Start the epoch, and continue to the cursor.
 
+        Without a state in the cursor, the epoch starts from the stream's state before it was
+        read, even if another loop has read from the stream.
+
         Args:
-            dataset: the stream.
+            data: the data record, with the stream.
             key: the key of the epoch's random numbers.
             start: the cursor.
-            first: the stream's state before it was read. The epoch starts from this state, even
-                if another loop has read from the stream.
         """
+        dataset: Any = data.dataset
         self.position = start.samples
         self._dataset, self._key, self._epoch = dataset, key, start.epoch
-        if start.memory is None and first is not None:
-            dataset.load_state_dict(copy.deepcopy(first))
+        if start.memory is None and data.first is not None:
+            dataset.load_state_dict(copy.deepcopy(data.first))
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(start.epoch)
         seed_generators(dataset, key)
         memory = copy.deepcopy(start.memory)
-        self._stateful: Any = dataset if is_stateful(dataset) else None
+        self._stateful: Any = dataset if has_state(dataset) else None
         with draws.seeded() as drawing:
             drawing.begin(draws.fold(key, _BEFORE))
             if memory is not None and self._stateful is not None:
@@ -174,7 +170,7 @@ class Opened:
             self._iterator: Any = iter(dataset)
             if memory is not None and self._stateful is None:
                 self._iterator.load_state_dict(memory)
-        if self._stateful is None and is_stateful(self._iterator):
+        if self._stateful is None and has_state(self._iterator):
             self._stateful = self._iterator
         _READERS[id(dataset)] = self
         if start.samples and memory is None:
@@ -237,52 +233,51 @@ def _collate_spans(
     return values
 
 
-@attrs.frozen(eq=False)
-class Stream:
-    """Cuts a stream into updates.
+_Update: TypeAlias = tuple[Cursor, Cursor, Span, int]
+"""The cursors before and after an update, the positions of its samples, and the end position of
+the epoch: later positions are repeats of its start."""
 
-    Attributes:
-        data: the data record, with the stream and the batch size.
-        seed: the seed of random numbers.
-    """
+
+@attrs.frozen(eq=False, slots=False)
+class Stream(IterableDataset[Any]):
+    """Cuts a stream into updates. Workers take turns: each yields every n-th update."""
 
     data: "Data"
     seed: int
+    plan: Plan
+    start: Cursor
+    epochs: int | None
 
-    def portions(
-        self, plans: Sequence[Plan], start: Cursor, epochs: int | None
-    ) -> Iterator[tuple[list[Portion], list[Any]]]:
-        """Yield the portion of each plan, and all samples, for each update."""
-        while epochs is None or start.epoch < epochs:
-            for low, samples, end, after in self._epoch(start):
-                span = (low, low + len(samples))
-                own_portions = [
-                    _portion(plan, start, after, span, end) for plan in plans
-                ]
-                yield own_portions, samples
-                start = after
+    def __iter__(self) -> Iterator[Pair]:
+        """Read the whole stream, and yield this worker's updates."""
+        number, count = hide_worker_info()
+        for i, (update, samples) in enumerate(self.updates()):
+            if i % count == number:
+                yield self.cut(self.plan, update, samples)
 
-    def values(self, portion: Portion, samples: Sequence[Any]) -> list[Any]:
-        """Return the collated micro-batches of a portion, from all samples of the update."""
-        collate = self.data.collate or default_collate
-        return _collate_spans(collate, samples, portion.spans, portion.start.samples)
+    def updates(self) -> Iterator[tuple[_Update, list[Any]]]:
+        """Yield each update with all its samples."""
+        start = self.start
+        while self.epochs is None or start.epoch < self.epochs:
+            yield from self._epoch(start)
+            start = Cursor(start.epoch + 1)
+
+    def cut(self, plan: Plan, update: _Update, samples: Sequence[Any]) -> Pair:
+        """Return the portion of a plan's rank, with its collated micro-batches."""
+        portion = _portion(plan, *update)
+        collate, low = self.data.collate or default_collate, portion.start.samples
+        return portion, _collate_spans(collate, samples, portion.spans, low)
 
     def _open(self, start: Cursor) -> Opened:
-        key = draws.key(self.seed, "data", start.epoch)
-        return Opened(self.data.dataset, key, start, self.data.first)
+        return Opened(self.data, draws.key(self.seed, "data", start.epoch), start)
 
-    def _epoch(self, start: Cursor) -> Iterator[tuple[int, list[Any], int, Cursor]]:
-        """Yield the updates of an epoch.
-
-        Each item has the position of the first sample, the samples (with repeats in a padded
-        batch), the end position without repeats, and the cursor after the update.
-        """
+    def _epoch(self, start: Cursor) -> Iterator[tuple[_Update, list[Any]]]:
         size, drop = self.data.global_batch_size, self.data.remainder == "drop"
         # read ahead, to know whether a batch is the last one before it is yielded
         need = 2 * size if drop else size + 1
         source = self._open(start)
-        low, samples, memories = start.samples, list[Any](), dict[int, Any]()
-        head: list[Any] | None = [] if low == 0 else None
+        before, samples, memories = start, list[Any](), dict[int, Any]()
+        head: list[Any] | None = None if start.samples else []
         while True:
             while len(samples) < need and (more := source.read()):
                 samples += more
@@ -296,14 +291,17 @@ class Stream:
                 self._raise_empty(start, len(batch))
             count = source.position
             check_promise(self.data.dataset, count, start.epoch, ended=is_last)
-            end = low + len(batch)
+            end = before.samples + len(batch)
+            after = Cursor(start.epoch + 1)
+            if not is_last:
+                after = Cursor(start.epoch, end, memory=memories.pop(end))
+            elif self.data.remainder == "pad":
+                batch += self._repeats(head, size - len(batch), start.epoch)
+            span = (before.samples, before.samples + len(batch))
+            yield (before, after, span, end), batch
             if is_last:
-                if self.data.remainder == "pad":
-                    batch += self._repeats(head, size - len(batch), start.epoch)
-                yield low, batch, end, Cursor(start.epoch + 1, 0)
                 return
-            yield low, batch, end, Cursor(start.epoch, end, memory=memories.pop(end))
-            low = end
+            before = after
 
     def _repeats(self, head: list[Any] | None, count: int, epoch: int) -> list[Any]:
         """Return samples to pad a batch with: the first samples of the epoch, cyclically.
@@ -367,32 +365,6 @@ def _portion(
     return Portion(start, after, span[1] - span[0], spans, indices, num_own, key=0)
 
 
-def read_stream(
-    stream: Stream, plan: Plan, start: Cursor, epochs: int | None
-) -> Iterator[tuple[Portion, list[Any]]]:
-    """Yield this rank's portions with their values, read in this process."""
-    for (portion,), samples in stream.portions([plan], start, epochs):
-        yield portion, stream.values(portion, samples)
-
-
-@attrs.frozen(eq=False, slots=False)
-class Share(IterableDataset[Any]):
-    """The part of a rank's updates that one of its workers reads: every n-th update."""
-
-    stream: Stream
-    plan: Plan
-    start: Cursor
-    epochs: int | None
-
-    def __iter__(self) -> Iterator[tuple[Portion, list[Any]]]:
-        """Read the whole stream, and yield this worker's updates."""
-        number, count = hide_worker_info()
-        updates = self.stream.portions([self.plan], self.start, self.epochs)
-        for i, ((portion,), samples) in enumerate(updates):
-            if i % count == number:
-                yield portion, self.stream.values(portion, samples)
-
-
 def hide_worker_info() -> tuple[int, int]:
     """Return this worker's number and the number of workers, and hide both from the dataset.
 
@@ -435,7 +407,7 @@ class Counted(IterableDataset[Any]):
                 raise resume_error(dataset, start)
             if info is None or info.id == 0:
                 log_replay(dataset, count)
-        source = self._opened = Opened(dataset, key, start, self._data.first)
+        source = self._opened = Opened(self._data, key, start)
         while not self._ended:
             samples = source.read()
             self._ended = not samples
@@ -458,94 +430,78 @@ class Counted(IterableDataset[Any]):
 
 
 def _collate_share(
-    collate: Collate, num_parts: int, samples: list[Any]
+    collate: Collate, plan: Plan, samples: list[Any]
 ) -> tuple[int, list[Any]]:
     """Return the number of samples in a share, and its collated micro-batches."""
-    spans = [even_part((0, len(samples)), i, num_parts) for i in range(num_parts)]
+    spans = plan.parts((0, len(samples)))
     return len(samples), _collate_spans(collate, samples, spans)
+
+
+def read_sharded(data: "Data", reading: Reading) -> Iterator[Pair]:
+    """Yield this rank's portion of each update of its own stream, with its values."""
+    while reading.epochs is None or reading.start.epoch < reading.epochs:
+        update = reading.update
+        for pair in Sharded(data, reading).epoch():
+            yield pair
+            update += 1
+        start = Cursor(reading.start.epoch + 1)
+        reading = attrs.evolve(reading, start=start, update=update)
 
 
 @attrs.frozen(eq=False)
 class Sharded:
-    """Reads this rank's own stream, with the same number of updates as all other ranks.
-
-    Attributes:
-        data: the data record, with the stream.
-        seed: the seed of random numbers.
-        ranks: the ranks that stay in step.
-        place: the rank, and the update of the first batch, for errors.
-    """
+    """Reads an epoch of this rank's own stream, with as many updates as all other ranks."""
 
     data: "Data"
-    seed: int
-    ranks: World
-    place: Place
+    reading: Reading
 
-    def portions(
-        self, plan: Plan, start: Cursor, epochs: int | None
-    ) -> Iterator[tuple[Portion, list[Any]]]:
+    @property
+    def ranks(self) -> World:
+        """The ranks that stay in step."""
+        return self.reading.world.batch
+
+    def epoch(self) -> Iterator[Pair]:
         """Yield this rank's portion of each update, with its values."""
-        update = self.place.update
-        while epochs is None or start.epoch < epochs:
-            for portion, values in self._epoch(plan, start, update):
-                yield portion, values
-                start, update = portion.after, update + 1
-
-    def _epoch(
-        self, plan: Plan, start: Cursor, update: int
-    ) -> Iterator[tuple[Portion, list[Any]]]:
+        plan, start = self.reading.plan, self.reading.start
         batch = (0, self.data.global_batch_size)
         begin, end = even_part(batch, plan.world_rank, plan.world_size)
-        num_parts = len(plan.parts(batch))
-        collate = partial(
-            _collate_share, self.data.collate or default_collate, num_parts
-        )
-        loader = self._loader(max(1, end - begin), collate, start)
-        items = self._items(loader, start, update)
-        item, cursor = next(items, None), start
+        plan = Plan(num_micro_batches=len(plan.parts(batch)))
+        collate = partial(_collate_share, self.data.collate or default_collate, plan)
+        loader = self._loader(max(1, end - begin), collate)
+        items = self._items(loader)
+        item, before = next(items, None), start
         values: list[Any] = []
         last_indices: tuple[Any, ...] = ()
         while True:
-            count, memory = 0, cursor.memory
+            count, memory = 0, before.memory
             if item is not None:
                 count, values = item
                 memory = self._memory(loader)
                 item = next(items, None)
-            elif not values and cursor.samples:  # resumed after this rank's last sample
-                first = Opened(
-                    self.data.dataset,
-                    self._key(start.epoch),
-                    Cursor(start.epoch),
-                    self.data.first,
-                )
+            elif not values and before.samples:  # resumed after this rank's last sample
+                first = Opened(self.data, self._key(), Cursor(start.epoch))
                 values = collate(first.read())[1]
             counts, has_more = self._gather_counts(count, has_more=item is not None)
-            self._check_first(counts, cursor)
-            total, low = sum(counts), cursor.samples + sum(counts[: self.ranks.rank])
-            after = Cursor(start.epoch + 1, 0)
+            self._check_first(counts, before)
+            total, low = sum(counts), before.samples + sum(counts[: self.ranks.rank])
+            after = Cursor(start.epoch + 1)
             if has_more:
-                after = Cursor(start.epoch, cursor.samples + total, memory=memory)
-            spans = tuple(
-                even_part((low, low + count), i, num_parts) for i in range(num_parts)
+                after = Cursor(start.epoch, before.samples + total, memory=memory)
+            portion = _portion(plan, before, after, (low, low + count), low + count)
+            # a rank that has ended repeats its last batch
+            last_indices = (
+                last_indices if last_indices and not count else portion.indices
             )
-            indices = tuple(np.arange(i, max(j, i + 1)) for i, j in spans)
-            if count:
-                last_indices = indices
-            indices = (
-                last_indices or indices
-            )  # a rank that has ended repeats its last batch
-            micro_plan = Plan(num_micro_batches=num_parts)
-            shares = [micro_plan.counts(n)[0] for n in counts]
-            num_own = low + count
-            yield (
-                Portion(cursor, after, total, spans, indices, num_own, 0, shares),
-                values,
+            shares = [plan.counts(n)[0] for n in counts]
+            portion = portion._replace(
+                num_samples=total, indices=last_indices, shares=shares
             )
+            yield portion, values
             if not has_more:
                 return
-            cursor = after
+            before = after
 
-    def _items(self, loader: Any, start: Cursor, update: int) -> Iterator[Any]:
+    def _items(self, loader: Any) -> Iterator[Any]:
         """Yield the items of a loader; explain errors of its workers."""
         if not self.data.num_workers:
             yield from loader
@@ -553,36 +509,30 @@ class Sharded:
         num_read = 0
 
         def due() -> tuple[int, str]:
-            stream = f"rank {self.ranks.rank}'s own stream, in epoch {start.epoch}"
+            epoch = self.reading.start.epoch
+            stream = f"rank {self.ranks.rank}'s own stream, in epoch {epoch}"
             return num_read, f"The workers were reading {stream}."
 
-        items = watch_workers(
-            loader,
-            timeout=self.data.timeout,
-            place=attrs.evolve(self.place, update=update),
-            due=due,
-        )
+        items = watch_workers(loader, self.reading, due)
         for num_read, item in enumerate(items, 1):  # noqa: B007 - `due` uses num_read
             yield item
 
-    def _loader(self, share: int, collate: Collate, start: Cursor) -> Any:
+    def _loader(self, share: int, collate: Collate) -> Any:
         # this import takes as long as the import of all of accelfn
         from torchdata.stateful_dataloader import (  # noqa: PLC0415
             StatefulDataLoader,
         )
 
-        key, num_workers = self._key(start.epoch), self.data.num_workers
+        start, num_workers = self.reading.start, self.data.num_workers
         with mute_worker_warnings():
             # torchdata calls a function that torch has deprecated
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
             loader = StatefulDataLoader(
-                Counted(self.data, key, start.epoch),
+                Counted(self.data, self._key(), start.epoch),
                 batch_size=share,
-                num_workers=num_workers,
                 collate_fn=collate,
-                timeout=self.data.timeout if num_workers else 0,
-                multiprocessing_context=start_method(num_workers),
-                generator=torch.Generator().manual_seed(key),
+                generator=torch.Generator().manual_seed(self._key()),
+                **worker_options(self.data),
             )
         if start.memory is not None:
             before = start.memory["num_workers"]
@@ -596,8 +546,9 @@ class Sharded:
             loader.load_state_dict(copy.deepcopy(start.memory["loader"]))
         return loader
 
-    def _key(self, epoch: int) -> int:
-        return draws.key(self.seed, "data", epoch, "rank", self.ranks.rank)
+    def _key(self) -> int:
+        seed, epoch = self.reading.seed, self.reading.start.epoch
+        return draws.key(seed, "data", epoch, "rank", self.ranks.rank)
 
     def _memory(self, loader: Any) -> dict[str, Any]:
         state = copy.deepcopy(loader.state_dict())
@@ -632,9 +583,7 @@ class Sharded:
 _LABEL = "dispatch of data"
 
 
-def read_dispatched(
-    stream: Stream, plan: Plan, start: Cursor, epochs: int | None, world: World
-) -> Iterator[tuple[Portion, list[Any]]]:
+def read_dispatched(stream: Stream, world: World) -> Iterator[Pair]:
     """Yield this rank's portions with their values, which rank 0 reads for all ranks.
 
     Ranks along "cp" and "tp" share a batch. The first of these ranks receives the batch, and
@@ -645,62 +594,39 @@ def read_dispatched(
             error.
     """
     ranks, sharers = world.batch, world.along("cp", "tp")
-    updates = None
-    if world.is_main:
-        plans = [_plan_of_rank(plan, rank) for rank in range(ranks.size)]
-        updates = stream.portions(plans, start, epochs)
-    while epochs is None or start.epoch < epochs:
+    plans = [_plan_of_rank(stream.plan, rank) for rank in range(ranks.size)]
+    updates = stream.updates() if world.is_main else None
+    start = stream.start
+    while stream.epochs is None or start.epoch < stream.epochs:
         failure, payloads = None, None
         if updates is not None:
             try:
-                cuts, samples = next(updates)
-                payloads = [
-                    codec.to_bytes(_encode_portion(part, stream.values(part, samples)))
-                    for part in cuts
-                ]
+                update, samples = next(updates)
+                cuts = [stream.cut(plan, update, samples)[1] for plan in plans]
+                head = [update[1].to_plain(), *update[2:]]
+                payloads = [codec.to_bytes([*head, values]) for values in cuts]
             except Exception as error:  # noqa: BLE001 - reported to the other ranks
                 failure = error
                 text = f"{type(error).__name__}: {error}"
-                payloads = [codec.to_bytes({"failed": text})] * ranks.size
+                payloads = [codec.to_bytes(text)] * ranks.size
         copies = None
         if sharers.is_main:
             copies = [scatter_bytes(payloads, ranks, label=_LABEL)] * sharers.size
-        batch = codec.from_bytes(scatter_bytes(copies, sharers, label=_LABEL))
+        message = codec.from_bytes(scatter_bytes(copies, sharers, label=_LABEL))
         if failure is not None:
             raise failure
-        if "failed" in batch:
-            msg = (
-                f"Rank 0, which reads the data for all ranks, failed: {batch['failed']}"
-            )
+        if isinstance(message, str):
+            msg = f"Rank 0, which reads the data for all ranks, failed: {message}"
             raise DataError(msg)
-        values = batch.pop("values")
-        portion = _decode_portion(batch)
-        yield portion, values
-        start = portion.after
+        plain, span, end, values = message
+        after = Cursor(*plain)
+        yield _portion(plans[ranks.rank], start, after, span, end), values
+        start = after
 
 
 def _plan_of_rank(plan: Plan, rank: int) -> Plan:
     share = rank if plan.num_shares > 1 else plan.rank
     return attrs.evolve(plan, world_rank=rank, rank=share)
-
-
-def _encode_portion(portion: Portion, values: list[Any]) -> dict[str, Any]:
-    return portion._asdict() | {
-        "start": portion.start.to_plain(),
-        "after": portion.after.to_plain(),
-        "spans": [list(span) for span in portion.spans],
-        "indices": [indices.tolist() for indices in portion.indices],
-        "values": values,
-    }
-
-
-def _decode_portion(fields: dict[str, Any]) -> Portion:
-    return Portion(**fields)._replace(
-        start=Cursor(*fields["start"]),
-        after=Cursor(*fields["after"]),
-        spans=tuple((begin, stop) for begin, stop in fields["spans"]),
-        indices=tuple(np.array(row, np.int64) for row in fields["indices"]),
-    )
 
 
 # `join_uneven`: ranks have unequal numbers of batches, and no rank waits forever.
