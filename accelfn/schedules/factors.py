@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
 from threading import Lock
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol, TypeAlias, cast
 
 import attrs
 import torch
@@ -140,8 +140,9 @@ class TorchRates:
         self._scheduler = self._make_scheduler()
         self._is_whole = True
         self._ended: Exception | None = None
-        self._rates = [array("d") for _ in groups]
-        self._others: dict[tuple[int, str], list[Any]] = {}
+        self._series: dict[tuple[int, str], Any] = {
+            (i, "lr"): array("d") for i in range(len(groups))
+        }
         self._num_known = 0
         self._record()
 
@@ -155,12 +156,7 @@ class TorchRates:
             with self._lock:
                 while update >= self._num_known:
                     self._advance()
-        values: Assignments = {
-            (i, "lr"): rates[update] for i, rates in enumerate(self._rates)
-        }
-        for key, series in self._others.items():
-            values[key] = series[update]
-        return values
+        return {at: series[update] for at, series in self._series.items()}
 
     def _make_scheduler(self) -> Any:
         """Call the factory with the copy of the optimizer, and return its scheduler."""
@@ -184,15 +180,13 @@ class TorchRates:
             try:
                 if not self._is_whole:
                     self._make_again()
-                self._is_whole = (
-                    False  # until the end: an interrupt may leave a half-done step
-                )
+                # until the end: an interrupt may leave a half-done step
+                self._is_whole = False
                 self._scheduler.step()
                 self._record()
+                self._is_whole = True
             except Exception as error:  # noqa: BLE001 - raised below, and in later calls
                 self._ended = error
-            else:
-                self._is_whole = True
         if self._ended is not None:
             msg = (
                 f"af.schedules.from_torch: {type(self._scheduler).__name__} has no learning rate"
@@ -202,7 +196,7 @@ class TorchRates:
 
     def _make_again(self) -> None:
         """Replace an interrupted scheduler with a new scheduler at the same update."""
-        for series in (*self._rates, *self._others.values()):
+        for series in self._series.values():
             del series[self._num_known :]
         self._optimizer = scratch_of(self._prototype)
         self._scheduler = self._make_scheduler()
@@ -211,14 +205,14 @@ class TorchRates:
 
     def _record(self) -> None:
         """Store the values of an update. An option is stored from its first change on."""
-        for i, group in enumerate(self._optimizer.param_groups):
-            self._rates[i].append(float(group["lr"]))
+        groups = self._optimizer.param_groups
+        for i, group in enumerate(groups):
             for key, before in self._options[i].items():
-                now, is_new = _plain_option(group[key]), (i, key) not in self._others
-                if key != "lr" and is_new and _differs(now, before):
-                    self._others[i, key] = [before] * self._num_known
-        for (i, key), series in self._others.items():
-            series.append(_plain_option(self._optimizer.param_groups[i][key]))
+                is_new = (i, key) not in self._series
+                if is_new and _differs(_plain_option(group[key]), before):
+                    self._series[i, key] = [before] * self._num_known
+        for (i, key), series in self._series.items():
+            series.append(_plain_option(groups[i][key]))
         self._num_known += 1
 
 
@@ -439,12 +433,9 @@ def _is_part(part: Any) -> bool:
 # Schedules combined with the learning rates of an optimizer's parameter groups.
 
 
-class Rates(Protocol):
-    """A schedule for the parameter groups of an optimizer: a pure function of the update."""
-
-    def __call__(self, update: int, /) -> Assignments:
-        """Return the hyperparameters that the schedule sets in an update."""
-        ...
+Rates: TypeAlias = Callable[[int], Assignments]
+"""A schedule for an optimizer's parameter groups: it returns the hyperparameters that it sets in
+an update, and depends only on the number of the update."""
 
 
 def bind_rates(schedule: Schedule | None, optimizer: Optimizer) -> Rates | None:
