@@ -27,8 +27,6 @@ from accelfn.data.loaders import skip_seeding
 from accelfn.data.order import Sequential, Shuffled
 from accelfn.data.plan import (
     bytes_of,
-    epoch_of,
-    form_of,
     places_of,
     sample_at,
 )
@@ -177,7 +175,7 @@ def _form(data: "Data", looks: Looks | None) -> tuple[dict[str, str], Looks | No
 
     If the data have a fingerprint, it is one of the rows, and the digests are None.
     """
-    form = {f"data, {name}": str(value) for name, value in form_of(data).items()}
+    form = {f"data, {name}": str(value) for name, value in data.form.items()}
     form |= reader_rows(data)
     if data.fingerprint is None and looks is not None:
         return form, looks
@@ -197,7 +195,7 @@ def order_rows(data: "Data", seed: int) -> dict[str, str]:
     pure = type(data.ordering) in (Sequential, Shuffled)
     if data.is_stream or (pure and isinstance(data.global_batch_size, int)):
         return {}
-    epoch = epoch_of(data, seed=seed, number=0)
+    epoch = data.epoch(seed=seed)
     order = epoch.order(_spread_indices(epoch.num_samples, _INDICES))
     spans = np.array(list(islice(epoch.cut.spans(0), _INDICES)))
     digest = _digest(order.tobytes() + spans.tobytes())
@@ -331,12 +329,11 @@ class LeftOut:
         except BatchError:
             num_rows = None
         ratio = num_samples / num_rows if num_rows else math.inf
+        is_short = num_rows is not None and num_rows < num_samples
         usual = self._usual_ratio
         if usual is None:
             self._usual_ratio = ratio
-            has_fewer = num_rows is not None and ratio > 1
-            self._looks = ratio == 1 or (has_fewer and not _has_dim(value, num_samples))
-        is_short = num_rows is not None and num_rows < num_samples
+            self._looks = ratio == 1 or (is_short and not _has_dim(value, num_samples))
         is_usual = ratio.is_integer() if usual is None else ratio == usual
         if self._looks and is_short and not is_usual:
             self._looks = False

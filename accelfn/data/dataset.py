@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Data`: an immutable record of a dataset, its batch size, its order and how to read it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal, Self, cast
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from accelfn.base import draws
 from accelfn.base.arguments import (
     advise,
     check_integer,
@@ -17,7 +18,9 @@ from accelfn.base.arguments import (
     hint_attributes,
     is_integer,
     is_number,
+    one_of,
     option,
+    satisfies,
     truth,
 )
 from accelfn.data.consistency import Looks
@@ -30,23 +33,20 @@ from accelfn.data.order import (
     Sequential,
     Shuffled,
     check_one_each,
+    order_of_array,
     promised_length,
     refuse_distributed,
 )
 from accelfn.data.plan import (
-    Batch,
     Cursor,
     Cut,
     Epoch,
     EvenCut,
-    epoch_of,
     fingerprint_of,
-    form_of,
+    read_batch_sampler,
     token_budget,
 )
-from accelfn.data.reading import Reading, read_batches
 from accelfn.data.sources import (
-    Joined,
     Source,
     is_stream,
     mix_datasets,
@@ -61,22 +61,6 @@ _MOST_WORKERS = 4096
 """The largest number of workers that is accepted: more than a machine has cores."""
 
 
-def _expect(is_valid: Callable[[Any], bool], expected: str) -> Any:
-    """Return an attrs validator that raises `ArgumentError` for an invalid option.
-
-    Args:
-        is_valid: returns whether a value is valid.
-        expected: what is expected, in words for errors.
-    """
-
-    def check(_data: object, field: Any, value: object) -> None:
-        if not is_valid(value):
-            msg = f"af.Data({field.name}={value!r}): expected {expected}."
-            raise ArgumentError(msg)
-
-    return check
-
-
 def _is_order(value: Any) -> bool:
     """Return whether a value is an `Order`, and not a function that returns indices."""
     return hasattr(value, "of_epoch") and hasattr(value, "num_samples")
@@ -88,30 +72,25 @@ def _is_order_option(value: Any) -> bool:
     return value is None or ((callable(value) or _is_order(value)) and not is_class)
 
 
-_BATCH_SIZE = _expect(
-    lambda value: (
-        value is None or isinstance(value, token_budget) or is_integer(value, 1)
-    ),
+_BATCH_SIZE = satisfies(
+    lambda size: size is None or isinstance(size, token_budget) or is_integer(size, 1),
     "an integer of at least 1, or af.token_budget(costs, limit=...)",
 )
-_REMAINDER = _expect(
-    lambda value: value in ("short", "pad", "drop"), "one of 'short', 'pad', 'drop'"
-)
-_COLLATE = _expect(lambda value: value is None or callable(value), "a function")
-_NUM_WORKERS = _expect(
+_COLLATE = satisfies(lambda value: value is None or callable(value), "a function")
+_NUM_WORKERS = satisfies(
     lambda value: is_integer(value, 0) and value <= _MOST_WORKERS,
     f"a number of processes from 0 to {_MOST_WORKERS}",
 )
-_ORDER = _expect(
+_ORDER = satisfies(
     _is_order_option,
     "a function (seed, epoch, n) -> indices, or an order from af.orders. For a torch sampler,"
     " write af.Data.from_loader(DataLoader(dataset, sampler=sampler, ...))",
 )
-_TIMEOUT = _expect(
+_TIMEOUT = satisfies(
     lambda value: is_number(value) and 0 < value < float("inf"),
     "a finite number of seconds above 0",
 )
-_FINGERPRINT = _expect(
+_FINGERPRINT = satisfies(
     lambda value: value is None or isinstance(value, str), "a string, or None"
 )
 
@@ -297,19 +276,15 @@ class Data:
     """
 
     dataset: Any
-    global_batch_size: Any = attrs.field(
-        default=None, validator=_BATCH_SIZE, kw_only=True
-    )
+    global_batch_size: Any = option(None, _BATCH_SIZE)
     shuffle: bool = option(default=False, validator=truth())
-    remainder: Literal["short", "pad", "drop"] = option("short", _REMAINDER)
-    collate: Collate | None = attrs.field(
-        default=None, validator=_COLLATE, kw_only=True
+    remainder: Literal["short", "pad", "drop"] = option(
+        "short", one_of("short", "pad", "drop")
     )
+    collate: Collate | None = option(None, _COLLATE)
     num_workers: int = option(0, _NUM_WORKERS)
-    order: Order | OrderFunction | None = attrs.field(
-        default=None, validator=_ORDER, kw_only=True
-    )
-    batch_sampler: Any = attrs.field(default=None, kw_only=True)
+    order: Order | OrderFunction | None = option(None, _ORDER)
+    batch_sampler: Any = option(None)
     timeout: float = option(300.0, _TIMEOUT)
     fingerprint: str | None = option(None, _FINGERPRINT)
     sharded: bool = option(default=False, validator=truth())
@@ -393,13 +368,11 @@ class Data:
     @property
     def is_stream(self) -> bool:
         """Whether the dataset is a stream, which is read in order and not by index."""
-        return not isinstance(self.dataset, Joined) and is_stream(self.dataset)
+        return is_stream(self.dataset)
 
     @cached_property
     def source(self) -> Source:
         """The object that reads samples by index."""
-        if isinstance(self.dataset, Joined):
-            return self.dataset
         return source_of(self.dataset)
 
     @cached_property
@@ -501,7 +474,20 @@ class Data:
         name = self.fingerprint
         if not self.is_stream:
             name = name or fingerprint_of(self.source)
-        return form_of(self) | {"fingerprint": name}
+        return self.form | {"fingerprint": name}
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """The batch size, remainder, length and order, without reading samples."""
+        size, sampler = self.global_batch_size, self.batch_sampler
+        form: dict[str, Any] = {
+            "batch_size": size if isinstance(size, int) else repr(size or "sampler"),
+            "remainder": self.remainder,
+        }
+        if self.is_stream:
+            return form
+        order = self.ordering.name if sampler is None else type(sampler).__name__
+        return form | {"samples": len(self), "order": order}
 
     @cached_property
     def looks(self) -> Looks | None:
@@ -512,9 +498,8 @@ class Data:
         """Return data for evaluation: each sample once, in the order of the dataset."""
         if self.is_stream:
             data = attrs.evolve(self, remainder="short")
-            object.__setattr__(
-                data, "first", self.first
-            )  # keep the state from before any read
+            # keep the state from before any read
+            object.__setattr__(data, "first", self.first)
             return data
         size = self.global_batch_size
         if self.batch_sampler is not None:  # use its largest batch's size
@@ -531,11 +516,22 @@ class Data:
 
     def epoch(self, *, seed: int, number: int = 0) -> Epoch:
         """Return an epoch: the index of the sample at each position, and where batches end."""
-        return epoch_of(self, seed=seed, number=number)
-
-    def read(self, reading: Reading) -> Iterator[Batch]:
-        """Yield the batches of this rank on its device."""
-        return read_batches(self, reading)
+        key, n = draws.key(seed, "data", number), len(self.source)
+        size, sampler = self.global_batch_size, self.batch_sampler
+        if sampler is not None:
+            flat, cut = read_batch_sampler(sampler, n, seed=seed, epoch=number)
+            return Epoch(number, len(flat), order_of_array(flat), cut, key)
+        fixed = None if isinstance(size, token_budget) else size
+        order = self.ordering.of_epoch(n, seed=seed, epoch=number, batch_size=fixed)
+        n = len(self)
+        if fixed is not None:
+            cut = EvenCut(n, fixed, self.remainder)
+            sorts = getattr(self.ordering, "sorts", False)
+            return Epoch(number, n, order, cut, key, sorts=sorts)
+        epoch = Epoch(number, n, order, size.cut(order(np.arange(n))), key)
+        if getattr(self.ordering, "shuffles_batches", False):
+            return epoch.shuffled_batches(draws.key(seed, "batches", number))
+        return epoch
 
     def check_start(self, start: Cursor, *, seed: int) -> None:
         """Raise an error if reading cannot start at a cursor.

@@ -316,18 +316,15 @@ def _prefetch(
     def pin_leaf(leaf: Any) -> Any:
         return pin(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
 
-    def copy_next() -> tuple[T, list[Any]] | None:
-        pair = next(pairs, None)
-        if pair is None:
-            return None
-        portion, values = pair
-        with side:
-            pinned_values = [tree.tree_map(pin_leaf, value) for value in values]
-            return portion, [
-                tree.to_device(v, device, opaque=False) for v in pinned_values
-            ]
+    def copies() -> Iterator[tuple[T, list[Any]]]:
+        for portion, values in pairs:
+            with side:
+                pinned = [tree.tree_map(pin_leaf, value) for value in values]
+                moved = [tree.to_device(v, device, opaque=False) for v in pinned]
+            yield portion, moved
 
-    pair = copy_next()
+    copied = copies()
+    pair = next(copied, None)
     while pair is not None:
         portion, values = pair
         current = torch.accelerator.current_stream(device)
@@ -336,6 +333,6 @@ def _prefetch(
             if not leaf.is_cpu:  # the lengths of a packed sequence stay on the CPU
                 # the caller's stream uses memory that the other stream has allocated
                 leaf.record_stream(current)
-        pair = copy_next()
+        pair = next(copied, None)
         # tensors in objects of unknown classes are moved only now, on the caller's stream
         yield portion, _move(values, device)

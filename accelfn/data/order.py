@@ -378,10 +378,6 @@ class Sampled:
 
     sampler: Any
 
-    def __attrs_post_init__(self) -> None:
-        """Raise `DataError` for a sampler that splits the samples among ranks."""
-        refuse_distributed(self.sampler)
-
     @property
     def name(self) -> str:
         """The sampler's class."""

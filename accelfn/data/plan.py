@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, cast
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import attrs
 import numpy as np
@@ -26,10 +26,7 @@ from accelfn.data.order import (
 )
 from accelfn.data.sources import Source
 from accelfn.errors import ArgumentError, BatchError, CallError, DataError
-
-if TYPE_CHECKING:
-    from accelfn.data.dataset import Data
-    from accelfn.world import World
+from accelfn.world import World
 
 # Cut the positions of an epoch into the batches of its updates, without reading data.
 
@@ -307,7 +304,7 @@ class Batch:
         msg = f"A Batch is not a tensor: {find_hint('Batch', '__getitem__')}."
         raise CallError(msg)
 
-    def note_stand_ins(self, world: "World") -> "Batch":
+    def note_stand_ins(self, world: World) -> "Batch":
         """Register the filler of empty shares, and return the batch.
 
         If the user later passes `batch.value` to a step, the step can then raise an error,
@@ -451,20 +448,6 @@ _PROBES = 8
 """How many samples are hashed: the first, the last, and some in between."""
 
 
-def form_of(data: "Data") -> dict[str, Any]:
-    """Return the batch size, remainder, length and order of data, without reading samples."""
-    size = data.global_batch_size
-    form: dict[str, Any] = {
-        "batch_size": size if isinstance(size, int) else repr(size or "sampler"),
-        "remainder": data.remainder,
-    }
-    if data.is_stream:
-        return form
-    sampler = data.batch_sampler
-    order = data.ordering.name if sampler is None else type(sampler).__name__
-    return form | {"samples": len(data), "order": order}
-
-
 def fingerprint_of(source: Source) -> str:
     """Return a hash of a few samples; leave out samples that differ when they are read twice.
 
@@ -507,10 +490,7 @@ def sample_at(source: Source, place: int) -> Any:
 
 
 def _hash_of(sample: Any) -> bytes:
-    digest = hashlib.sha256()
-    for leaf in tree.tree_leaves(sample):
-        digest.update(bytes_of(leaf))
-    return digest.digest()
+    return _digest(b"".join(map(bytes_of, tree.tree_leaves(sample))))
 
 
 def bytes_of(leaf: Any) -> bytes:
@@ -577,66 +557,37 @@ class Epoch:
 
     def shuffled_batches(self, key: int) -> "Epoch":
         """Return the epoch with its batches in a random order; the last batch stays last."""
-        stops = np.fromiter((stop for _, stop in self.cut.spans(0)), np.int64)
-        starts = np.concatenate([[0], stops[:-1]])
-        indices = self.order(np.arange(self.num_samples))
-        count = len(stops) - 1
-        turns = np.arange(len(stops))
-        if count > 0:
-            turns[:count] = shuffle_positions(turns[:count], n=count, key=key)
-        sizes = (stops - starts)[turns]
-        ends = np.cumsum(sizes)
-        places = np.arange(self.num_samples)
-        batch = np.searchsorted(ends, places, side="right")
-        sources = starts[turns][batch] + places - (ends - sizes)[batch]
-        order = order_of_array(indices[sources])
+        stops = [stop for _, stop in self.cut.spans(0)]
+        batches = np.split(self.order(np.arange(self.num_samples)), stops[:-1])
+        count = len(batches) - 1
+        turns = shuffle_positions(np.arange(count), n=max(count, 1), key=key)
+        batches[:count] = [batches[turn] for turn in turns]
+        ends = np.cumsum([len(batch) for batch in batches])
+        order = order_of_array(np.concatenate(batches))
         return attrs.evolve(self, order=order, cut=UnevenCut(ends))
 
 
-def epoch_of(data: "Data", *, seed: int, number: int) -> Epoch:
-    """Return an epoch of the data for a state's seed."""
-    key, n = draws.key(seed, "data", number), len(data.source)
-    if data.batch_sampler is not None:
-        return _sampler_epoch(data.batch_sampler, n, seed=seed, number=number, key=key)
-    size = data.global_batch_size if isinstance(data.global_batch_size, int) else None
-    order = data.ordering.of_epoch(n, seed=seed, epoch=number, batch_size=size)
-    num_samples = len(data)
-    if size is not None:
-        epoch_cut = EvenCut(num_samples, size, data.remainder)
-        sorts = getattr(data.ordering, "sorts", False)
-        return Epoch(number, num_samples, order, epoch_cut, key, sorts=sorts)
-    epoch_cut = cast("token_budget", data.global_batch_size).cut(
-        order(np.arange(num_samples))
-    )
-    epoch = Epoch(number, num_samples, order, epoch_cut, key)
-    if getattr(data.ordering, "shuffles_batches", False):
-        return epoch.shuffled_batches(draws.key(seed, "batches", number))
-    return epoch
-
-
-def _sampler_epoch(sampler: Any, n: int, *, seed: int, number: int, key: int) -> Epoch:
-    """Return an epoch of a batch sampler for a dataset with n samples.
+def read_batch_sampler(
+    sampler: Any, n: int, *, seed: int, epoch: int
+) -> tuple[Indices, UnevenCut]:
+    """Read an epoch from a batch sampler for n samples: the indices, and their batches.
 
     Raises:
         DataError: the sampler yields something else than lists of indices, or an empty list.
     """
     name = f"batch_sampler ({type(sampler).__name__})"
-    batches = read_sampler(sampler, seed=seed, epoch=number)
+    batches = read_sampler(sampler, seed=seed, epoch=epoch)
     wrong = [batch for batch in batches if not isinstance(batch, list)]
     if wrong:
-        msg = (
-            f"{name} yielded {wrong[0]!r}; expected a list of indices for each update."
-        )
+        msg = f"{name} yielded {wrong[0]!r}; expected a list of indices per update."
         raise DataError(msg)
-    empty = [i for i, batch in enumerate(batches) if not batch]
-    if empty or not batches:
-        msg = f"{name} yielded no indices for update {empty[0] if empty else 0}: yield at least 1."
+    if not batches or [] in batches:
+        update = batches.index([]) if batches else 0
+        msg = f"{name} yielded no indices for update {update}: yield at least 1."
         raise DataError(msg)
-    flat = check_indices(
-        np.concatenate([np.asarray(batch) for batch in batches]), n=n, where=name
-    )
+    indices = np.concatenate([np.asarray(batch) for batch in batches])
     stops = np.cumsum([len(batch) for batch in batches])
-    return Epoch(number, len(flat), lambda at: flat[at], UnevenCut(stops), key)
+    return check_indices(indices, n=n, where=name), UnevenCut(stops)
 
 
 class Portion(NamedTuple):

@@ -29,7 +29,6 @@ from accelfn.data.plan import (
     Pair,
     Plan,
     Portion,
-    epoch_of,
     portions,
 )
 from accelfn.data.sources import format_indices
@@ -74,7 +73,7 @@ def _pairs_of(data: "Data", reading: Reading) -> Iterator[Pair]:
 def _portions(data: "Data", reading: Reading) -> Iterator[Portion]:
     start, epochs = reading.start, reading.epochs
     while epochs is None or start.epoch < epochs:
-        epoch = epoch_of(data, seed=reading.seed, number=start.epoch)
+        epoch = data.epoch(seed=reading.seed, number=start.epoch)
         yield from portions(epoch, reading.plan, start)
         start = Cursor(start.epoch + 1)
 

@@ -254,6 +254,8 @@ def source_of(dataset: Any) -> "Source":
     Raises:
         DataError: the dataset is a pandas table, which is not indexed by row numbers.
     """
+    if isinstance(dataset, Joined):
+        return dataset
     if hasattr(dataset, "iloc"):
         msg = (
             f"af.Data({type(dataset).__name__}): pandas indexes a table by names, not by row"

@@ -35,7 +35,6 @@ from accelfn.data.consistency import (
     order_rows,
     reader_rows,
 )
-from accelfn.data.plan import form_of
 from accelfn.engine.runner import ReadLoss, Samples
 from accelfn.errors import BatchError, Error, LossError, UnusedParametersError
 from accelfn.model.optimizer import kind_of
@@ -372,7 +371,7 @@ def _rows(state: TrainState) -> dict[str, str]:
     if definition.rates is not None:
         rows["schedule"] = _sample_schedule(definition.rates, definition.schedule)
     if definition.data is not None and definition.plan.num_shares > 1:
-        rows |= {f"data, {k}": str(v) for k, v in form_of(definition.data).items()}
+        rows |= {f"data, {k}": str(v) for k, v in definition.data.form.items()}
         rows |= order_rows(definition.data, state.seed)
         cursor = state.cursor
         rows["cursor"] = f"epoch {cursor.epoch}, sample {cursor.samples}"

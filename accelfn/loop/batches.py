@@ -14,7 +14,7 @@ from accelfn.base.arguments import (
 from accelfn.data import Batch, Data
 from accelfn.data.consistency import check_readers
 from accelfn.data.plan import Cursor
-from accelfn.data.reading import Reading
+from accelfn.data.reading import Reading, read_batches
 from accelfn.errors import ArgumentError, StateError
 from accelfn.state.state import TrainState, check_state
 
@@ -64,7 +64,7 @@ class Batches:
         self._advise_if_empty()
         self.data.check_start(self.reading.start, seed=self.reading.seed)
         check_readers(self.data, self.reading.world)
-        for batch in self.data.read(self.reading):
+        for batch in read_batches(self.data, self.reading):
             yield batch.note_stand_ins(self.reading.world)
 
     def _advise_if_empty(self) -> None:

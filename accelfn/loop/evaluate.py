@@ -27,7 +27,7 @@ from accelfn.collectives.trees import join_rows
 from accelfn.data import Batch, Data, Plan
 from accelfn.data.consistency import LeftOut, check_same_data
 from accelfn.data.plan import even_part
-from accelfn.data.reading import Reading
+from accelfn.data.reading import Reading, read_batches
 from accelfn.engine.engine import engine_of
 from accelfn.engine.runner import Samples, lend_module
 from accelfn.errors import ArgumentError, BatchError, LossError, StateError
@@ -250,7 +250,7 @@ def _held_out(state: TrainState, data: Data) -> Iterator[Batch]:
     reading = Reading(plan=plan, epochs=1, seed=state.seed, world=world)
     in_order = data.in_order()
     check_same_data(in_order, data.looks, world)
-    yield from in_order.read(reading)
+    yield from read_batches(in_order, reading)
 
 
 def _sums(result: Any, weight: int, fn: EvaluateFunction) -> Metrics:

@@ -445,13 +445,13 @@ ROWS = [
         name="samples",
         draws=on_rank(sample(lambda: af.Data(Items(), global_batch_size=4), slice(3))),
         apart="seed epoch index rank",
-        at="data.plan.epoch_of data.loaders.Fetch.__call__",
+        at="data.dataset.Data.epoch data.loaders.Fetch.__call__",
     ),
     Row(
         name="samples of a loader",
         draws=on_rank(sample(as_a_loader(Items()), slice(3))),
         apart="seed epoch index rank",
-        at="data.plan.epoch_of data.loaders.Fetch.__call__",
+        at="data.dataset.Data.epoch data.loaders.Fetch.__call__",
     ),
     Row(
         name="samples of a stream",
@@ -512,7 +512,7 @@ ROWS = [
         name="turns of batches of a budget",
         draws=ends_by_cost,
         apart="seed epoch",
-        at="data.plan.epoch_of",
+        at="data.dataset.Data.epoch",
     ),
     Row(
         name="mixed",

@@ -342,7 +342,7 @@ def asked_of_order(num_ranks, share, updates, *, order=None):
     """Return how many samples a rank asks an order for, at each time."""
     batch = num_ranks * share
     data = af.Data(range(batch * updates), global_batch_size=batch, order=order)
-    whole, asked = plan.epoch_of(data, seed=0, number=0), []
+    whole, asked = data.epoch(seed=0), []
 
     def noted(positions):
         asked.append(len(positions))
