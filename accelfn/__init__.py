@@ -58,7 +58,7 @@ if _typing.TYPE_CHECKING:
     from accelfn.data import Batch as Batch
     from accelfn.data import Data as Data
     from accelfn.data import token_budget as token_budget
-    from accelfn.data.stream import join_uneven as join_uneven
+    from accelfn.data.reading import join_uneven as join_uneven
     from accelfn.deepspeed.transform import wrap_deepspeed as wrap_deepspeed
     from accelfn.definition.transform import Transform as Transform
     from accelfn.definition.transform import chain as chain

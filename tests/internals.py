@@ -83,7 +83,7 @@ _NAMES = {
     "accelfn.collectives.packed": ("average_", "is_same_text", "start_sum_"),
     "accelfn.collectives.replicas": ("check_replicas", "checksum"),
     "accelfn.collectives.trees": ("all_gather_objects",),
-    "accelfn.data": ("Plan", "loaders", "plan", "stream"),
+    "accelfn.data": ("Plan", "loaders", "plan", "reading"),
     "accelfn.data.order": ("read_sampler", "order_of_sampler", "shuffle_positions"),
     "accelfn.data.plan": ("EvenCut", "token_budget"),
     "accelfn.deepspeed": ("flats", "home"),

@@ -17,7 +17,7 @@ GIVEN = {
     "loop/memory.py": "the ranks of the caller's world find one batch size together",
     "loop/evaluate.py": "gives parts to the ranks that the caller names",
     "data/consistency.py": "all ranks that take samples hold the same data",
-    "data/reading.py": "errors name the rank of the state's world",
+    "data/loaders.py": "errors name the rank of the state's world",
     "state/state.py": "compares what the ranks of the caller's world hold",
     "state/beginning.py": "a model is drawn by all ranks of the state's world",
     "engine/runner.py": "an order of calls is that of one group of ranks",

@@ -13,25 +13,22 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
+import torch
 from torch.utils.data import Subset
 
-from accelfn.base import tree
+from accelfn.base import draws, tree
 from accelfn.base.arguments import advise
 from accelfn.collectives.packed import gather_text, is_same_text
 from accelfn.collectives.replicas import check_rows, refuse_difference
 from accelfn.data.loaders import skip_seeding
 from accelfn.data.order import Sequential, Shuffled
-from accelfn.data.plan import (
-    bytes_of,
-    places_of,
-    sample_at,
-)
 from accelfn.data.sources import Items, Joined, Rows, Source
-from accelfn.errors import BatchError
+from accelfn.errors import BatchError, DataError
 from accelfn.world import World
 
 if TYPE_CHECKING:
@@ -41,8 +38,10 @@ _BYTES = 1 << 22
 """How many bytes are compared of a dataset that is made of tensors."""
 _INDICES = 1 << 16
 """How many indices of a Subset are compared."""
-_AGAIN = 4
-"""How many times samples are read again if digests differ between ranks."""
+_READS = 5
+"""How many times samples are read if digests differ between ranks."""
+_PROBES = 8
+"""How many samples are hashed: the first, the last, and some in between."""
 
 _SAMPLE, _FAILED = "sample ", "cannot be read: "
 
@@ -68,21 +67,17 @@ class Looks:
         self._source = source
         self._reads: list[View] = []
 
-    def digests(self) -> View:
-        """Return the digests; None replaces the digest of a value that has changed."""
-        self._read_until(1)
+    def digests(self, times: int) -> View:
+        """Read the samples at least so many times, and return the digests.
+
+        None replaces the digest of a value that has changed.
+        """
+        while len(self._reads) < times:
+            self._reads.append(list(_digests_of(self._source, "")))
         return [
             (dataset, part, _same([read[i][2] for read in self._reads]))
             for i, (dataset, part, _) in enumerate(self._reads[0])
         ]
-
-    def look_again(self) -> None:
-        """Read the samples some more times, to find values that change."""
-        self._read_until(1 + _AGAIN)
-
-    def _read_until(self, times: int) -> None:
-        while len(self._reads) < times:
-            self._reads.append(list(_digests_of(self._source, "")))
 
 
 def check_readers(data: "Data", world: World) -> None:
@@ -150,9 +145,7 @@ def check_same_data(data: "Data", looks: Looks | None, world: World) -> None:
     form, looks = _form(data, looks)
     if is_same_text(_describe_view(form, looks), world, label=_LABEL):
         return
-    if looks is not None:
-        looks.look_again()
-    texts = gather_text(_describe_view(form, looks), world, label=_LABEL)
+    texts = gather_text(_describe_view(form, looks, _READS), world, label=_LABEL)
     forms, views = zip(*map(json.loads, texts), strict=True)
     rows = _rows_of([view or [] for view in views])
     form_rows = [[f"{k}: {v}" for k, v in form.items()] for form in forms]
@@ -182,9 +175,9 @@ def _form(data: "Data", looks: Looks | None) -> tuple[dict[str, str], Looks | No
     return form | {"data, fingerprint": str(data.fingerprint)}, None
 
 
-def _describe_view(form: dict[str, str], looks: Looks | None) -> str:
+def _describe_view(form: dict[str, str], looks: Looks | None, reads: int = 1) -> str:
     """Return the rows and digests of this rank as a text that ranks compare."""
-    return json.dumps([form, looks and looks.digests()])
+    return json.dumps([form, looks and looks.digests(reads)])
 
 
 def order_rows(data: "Data", seed: int) -> dict[str, str]:
@@ -208,8 +201,8 @@ def _digests_of(source: Source, dataset: str) -> Iterator[tuple[str, str, Digest
         for number, part in enumerate(source.parts):
             yield from _digests_of(part, f"{dataset}dataset {number}, ")
         return
-    for place in places_of(source):
-        leaves = _leaves(lambda place=place: sample_at(source, place))
+    for place in _spread_indices(len(source), _PROBES).tolist():
+        leaves = _leaves(lambda place=place: _sample_at(source, place))
         yield dataset, f"{_SAMPLE}{place}", leaves
     for name, read in _in_memory(source):
         yield dataset, name, _leaves(read)
@@ -294,6 +287,76 @@ def _rows_of(views: list[View]) -> list[list[str]]:
     return [
         [f"{row[0]}{row[1]}: {format_leaves(*row)}" for row in view] for view in views
     ]
+
+
+# A hash of a few samples, which a resumed run compares with the saved hash.
+
+
+def fingerprint_of(source: Source) -> str:
+    """Return a hash of a few samples; leave out samples that differ when they are read twice.
+
+    Cost: eight samples are read twice, at the first save with a `Data` record.
+
+    Raises:
+        DataError: a sample cannot be read. Without the sample, the hash would be different.
+    """
+    digest = hashlib.sha256()
+    for place in _spread_indices(len(source), _PROBES).tolist():
+        try:
+            first, again = (_hash_of(_sample_at(source, place)) for _ in range(2))
+        except Exception as error:
+            msg = (
+                f"sample {place} of the dataset could not be read for the fingerprint that"
+                f" checkpoints contain: {type(error).__name__}: {error}. Try again if the sample"
+                ' can be read now, or write af.Data(..., fingerprint="a name of the dataset").'
+            )
+            raise DataError(msg) from error
+        if first == again:
+            digest.update(first)
+    return digest.hexdigest()[:16]
+
+
+def _sample_at(source: Source, place: int) -> Any:
+    """Read a sample; the default random generators are seeded equally each time."""
+    with draws.seeded() as drawing:
+        drawing.begin(0)
+        return source.samples(np.array([place]), lambda _place: drawing.begin(0))[0]
+
+
+def _hash_of(sample: Any) -> bytes:
+    return _sha256(b"".join(map(bytes_of, tree.tree_leaves(sample))))
+
+
+def bytes_of(leaf: Any) -> bytes:
+    """Return bytes that identify a value; for an object of an unknown class, only the class."""
+    if isinstance(leaf, torch.Tensor):
+        with suppress(RuntimeError):  # a sparse tensor cannot be read as bytes
+            # clone, because a view may have a lazy conjugation
+            array = leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
+            head = f"{array.dtype}{tuple(array.shape)}".encode()
+            return head + array.reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(leaf, (np.ndarray, np.void)) and leaf.dtype.hasobject:
+        return _bytes_of_objects(np.asarray(leaf))
+    if isinstance(leaf, np.ndarray):
+        return f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes()
+    if isinstance(leaf, (str, int, float, bool, bytes, type(None), np.generic)):
+        return f"{leaf!r};".encode()
+    return f"<{type(leaf).__qualname__}>".encode()
+
+
+def _bytes_of_objects(array: np.ndarray[Any, Any]) -> bytes:
+    """Return bytes that identify an array of objects, because its memory has only addresses."""
+    names = array.dtype.names
+    parts = [array[n] for n in names] if names else array.ravel().tolist()
+    result = f"{array.dtype}{array.shape}".encode()
+    for part in parts:
+        leaves = (_sha256(bytes_of(leaf)) for leaf in tree.tree_leaves(part))
+        result += _sha256(b"".join(leaves))
+    return result
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 # Warn if a user's collate function leaves out samples, although a plain mean counts them.

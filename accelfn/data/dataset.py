@@ -2,13 +2,14 @@
 """`Data`: an immutable record of a dataset, its batch size, its order and how to read it."""
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from math import prod
 from typing import Any, Literal, Self, cast
 
 import attrs
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from accelfn.base import draws
 from accelfn.base.arguments import (
@@ -23,8 +24,7 @@ from accelfn.base.arguments import (
     satisfies,
     truth,
 )
-from accelfn.data.consistency import Looks
-from accelfn.data.loader import options_of
+from accelfn.data.consistency import Looks, fingerprint_of
 from accelfn.data.loaders import Collate
 from accelfn.data.order import (
     Order,
@@ -33,7 +33,9 @@ from accelfn.data.order import (
     Sequential,
     Shuffled,
     check_one_each,
+    is_plain,
     order_of_array,
+    order_of_sampler,
     promised_length,
     refuse_distributed,
 )
@@ -42,17 +44,16 @@ from accelfn.data.plan import (
     Cut,
     Epoch,
     EvenCut,
-    fingerprint_of,
     read_batch_sampler,
     token_budget,
 )
+from accelfn.data.reading import first_state, resume_error
 from accelfn.data.sources import (
     Source,
     is_stream,
     mix_datasets,
     source_of,
 )
-from accelfn.data.stream import first_state, resume_error
 from accelfn.errors import ArgumentError, BatchError, DataError, LengthError
 
 _FEW = 4
@@ -220,6 +221,111 @@ def _check_stream(data: "Data") -> None:
         raise DataError(msg)
 
 
+# `af.Data.from_loader`: convert a torch DataLoader to arguments of `af.Data`.
+
+
+_IGNORED = {
+    "worker_init_fn": "accelfn seeds the generators for each sample; seed in the dataset",
+    "generator": "the order comes from the state's seed",
+    "multiprocessing_context": "multiprocessing.set_start_method decides how workers start",
+}
+
+
+_ITERATION = ("__iter__", "__len__", "_get_iterator", "_index_sampler")
+"""Methods by which a subclass can change its batches. accelfn does not call them."""
+
+
+def _options_of(loader: Any, num_ranks: int, num_micro_batches: int) -> dict[str, Any]:
+    """Return the arguments of `af.Data` for a DataLoader.
+
+    Raises:
+        DataError: the loader is not a DataLoader, makes no batches, or splits the samples among
+            ranks.
+    """
+    if not isinstance(loader, DataLoader):
+        msg = f"af.Data.from_loader: expected a torch DataLoader, got {type(loader).__name__}."
+        raise DataError(msg)
+    _refuse_own_iteration(loader)
+    counts = {"num_ranks": num_ranks, "num_micro_batches": num_micro_batches}
+    for name, count in counts.items():
+        what = name.replace("num_", "a number of ")
+        check_integer("af.Data.from_loader", name, count, 1, what)
+    for name, instead in _IGNORED.items():
+        if getattr(loader, name, None) is not None:
+            advise(
+                f"af.Data.from_loader: accelfn ignores the loader's {name}: {instead}."
+            )
+    collate = loader.collate_fn
+    options = {
+        "dataset": loader.dataset,
+        "collate": None if collate is default_collate else collate,
+        "num_workers": loader.num_workers,
+        **({"timeout": loader.timeout} if loader.timeout else {}),
+    }
+    return options | _batching(loader, counts)
+
+
+def _batching(loader: "DataLoader[Any]", counts: dict[str, int]) -> dict[str, Any]:
+    size, parts = loader.batch_size, prod(counts.values())
+    remainder = "drop" if loader.drop_last else "short"
+    if is_stream(loader.dataset):
+        if size is None:
+            return {
+                "global_batch_size": parts,
+                "collate": partial(_convert_lone, loader.collate_fn),
+            }
+        return {"global_batch_size": size * parts, "remainder": remainder}
+    refuse_distributed(loader.sampler)
+    batches = loader.batch_sampler
+    if is_plain(batches, BatchSampler) and size is not None:
+        order = order_of_sampler(loader.sampler, len(cast("Any", loader.dataset)))
+        is_plain_order = isinstance(order, (Shuffled, Sequential))
+        return {
+            "global_batch_size": size * parts,
+            "shuffle": isinstance(order, Shuffled),
+            "order": None if is_plain_order else order,
+            "remainder": remainder,
+        }
+    if batches is None:
+        msg = (
+            "af.Data.from_loader: this DataLoader makes no batches (batch_size=None). Write"
+            " af.Data(dataset, global_batch_size=...) instead."
+        )
+        raise DataError(msg)
+    if parts != 1:
+        name = next(name for name, count in counts.items() if count != 1)
+        msg = (
+            f"af.Data.from_loader({name}={counts[name]}): a batch of the batch sampler"
+            f" {type(batches).__name__} is the batch of a whole update, over all ranks and"
+            f" micro-batches. Leave out {name}=."
+        )
+        raise DataError(msg)
+    return {"batch_sampler": batches}
+
+
+def _refuse_own_iteration(loader: Any) -> None:
+    """Raise an error if a subclass of DataLoader has its own methods for making batches."""
+    for cls in type(loader).__mro__:
+        if cls is DataLoader or cls.__module__.startswith("torchdata."):
+            return
+        methods = [name for name in _ITERATION if name in vars(cls)]
+        if methods:
+            msg = (
+                f"af.Data.from_loader: {cls.__name__} has its own {methods[0]}, but accelfn does"
+                " not call it: it reads the dataset in the order of the loader's sampler. Move"
+                " that code to the dataset, the sampler or collate_fn, and pass a plain"
+                " DataLoader. Or write `for batch in af.join_uneven(loader, world):`, with a"
+                " loader of different samples on each rank."
+            )
+            raise DataError(msg)
+
+
+def _convert_lone(convert: Any, samples: list[Any]) -> Any:
+    """Return the only item of a list, converted by the loader's `collate_fn`."""
+    (sample,) = samples
+    return convert(sample)
+
+
 @explain_call_errors
 @hint_attributes("setattr", "iter", "getitem")
 @attrs.frozen(eq=False, repr=False)
@@ -363,7 +469,7 @@ class Data:
         Raises:
             DataError: the loader splits the samples among ranks, or makes no batches.
         """
-        return cls(**options_of(loader, num_ranks, num_micro_batches))
+        return cls(**_options_of(loader, num_ranks, num_micro_batches))
 
     @property
     def is_stream(self) -> bool:

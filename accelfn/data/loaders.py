@@ -7,21 +7,23 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pickle import PicklingError
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import attrs
 import torch
+from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from accelfn.base import draws, system, tree
 from accelfn.base.arguments import advise
 from accelfn.base.devices import pin
 from accelfn.data.order import Indices
-from accelfn.data.plan import Cursor, Plan
-from accelfn.data.sources import Source, collate_samples
+from accelfn.data.plan import Cursor, Pair, Plan, Portion, portions
+from accelfn.data.sources import Source, collate_samples, format_indices
 from accelfn.errors import DataError
 from accelfn.world import World
 
@@ -280,6 +282,101 @@ def _ending(exitcode: int) -> str:
     if exitcode >= 0:
         return f"exited unexpectedly with exit code {exitcode}."
     return f"is killed by signal: {signal.Signals(-exitcode).name}."
+
+
+# Read by index.
+
+
+def read_by_index(data: "Data", reading: Reading) -> Iterator[Pair]:
+    """Yield this rank's portion of each update, with its values."""
+    parts, fetch = _portions(data, reading), Fetch(data.source, data.collate)
+    if data.num_workers:
+        return _read_in_workers(parts, fetch, data, reading)
+    return _read_here(parts, fetch)
+
+
+def _portions(data: "Data", reading: Reading) -> Iterator[Portion]:
+    start, epochs = reading.start, reading.epochs
+    while epochs is None or start.epoch < epochs:
+        epoch = data.epoch(seed=reading.seed, number=start.epoch)
+        yield from portions(epoch, reading.plan, start)
+        start = Cursor(start.epoch + 1)
+
+
+def _tasks_of(portion: Portion) -> list[Task]:
+    """Return a reading task for each micro-batch."""
+    # an empty share reads a sample of the same batch, as filler
+    last = portion.start.samples + portion.num_samples - 1
+    return [
+        (portion.key, min(begin, last), indices)
+        for (begin, _), indices in zip(portion.spans, portion.indices, strict=True)
+    ]
+
+
+def _read_here(parts: Iterable[Portion], fetch: Fetch) -> Iterator[Pair]:
+    """Read in this process, when the caller needs the next batch."""
+    if fetch.is_pure:
+        gather = fetch.source.batch
+        for portion in parts:
+            yield portion, [gather(rows, skip_seeding) for rows in portion.indices]
+        return
+    for portion in parts:
+        yield portion, [fetch(task) for task in _tasks_of(portion)]
+
+
+def _read_in_workers(
+    parts: Iterator[Portion], fetch: Fetch, data: "Data", reading: Reading
+) -> Iterator[Pair]:
+    """Read in the workers of a torch DataLoader; each task is a micro-batch.
+
+    Raises:
+        DataError: a worker was killed or did not answer. The message names its samples.
+    """
+    pending: deque[Portion] = deque()
+    num_read, values = 0, list[Any]()
+
+    def send_tasks() -> Iterator[Task]:
+        for portion in parts:
+            pending.append(portion)
+            yield from _tasks_of(portion)
+
+    def due() -> tuple[int, str]:
+        rows = [indices for portion in pending for indices in portion.indices]
+        lines = "\n".join(f"  {format_indices(row)}" for row in rows[:8])
+        text = "The workers were reading the samples at these dataset indices"
+        return num_read, f"{text}:\n{lines}"
+
+    for value in watch(fetch, data, reading, due, send_tasks()):
+        values.append(value)
+        if len(values) == len(pending[0].spans):
+            num_read += 1
+            yield pending.popleft(), values
+            values = []
+
+
+def watch(
+    dataset: Any,
+    data: "Data",
+    reading: Reading,
+    due: Callable[[], tuple[int, str]],
+    sampler: Any = None,
+) -> Iterator[Any]:
+    """Yield the items of a dataset that workers read."""
+    with mute_worker_warnings():
+        loader: Any = DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=sampler,
+            collate_fn=_as_is,
+            # without a generator, DataLoader would use the global random generator for a seed
+            generator=torch.Generator().manual_seed(0),
+            **worker_options(data),
+        )
+    return watch_workers(loader, reading, due)
+
+
+def _as_is(value: Any) -> Any:
+    return value
 
 
 # Copy batches to the device: the next batch is copied while the device computes on the current.

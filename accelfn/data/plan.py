@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans and epochs: the samples of each update, their order, and each rank's share of them."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -13,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from accelfn.base import draws, tree
+from accelfn.base import tree
 from accelfn.base.arguments import find_hint, hint_attributes, integer, truth
 from accelfn.data.order import (
     AtPositions,
@@ -24,7 +22,6 @@ from accelfn.data.order import (
     read_sampler,
     shuffle_positions,
 )
-from accelfn.data.sources import Source
 from accelfn.errors import ArgumentError, BatchError, CallError, DataError
 from accelfn.world import World
 
@@ -439,90 +436,6 @@ class token_budget:
             spent = np.cumsum(costs)
             beyond = (spent > limit) | (spent < 0)
         return int(beyond.argmax()) if beyond.any() else len(costs)
-
-
-# Fingerprints: a hash of a few samples, which a resumed run compares with the saved hash.
-
-
-_PROBES = 8
-"""How many samples are hashed: the first, the last, and some in between."""
-
-
-def fingerprint_of(source: Source) -> str:
-    """Return a hash of a few samples; leave out samples that differ when they are read twice.
-
-    Cost: eight samples are read twice, at the first save with a `Data` record.
-
-    Raises:
-        DataError: a sample cannot be read. Without the sample, the hash would be different.
-    """
-    digest = hashlib.sha256()
-    for place in places_of(source):
-        try:
-            first, again = (_hash_of(sample_at(source, place)) for _ in range(2))
-        except Exception as error:
-            msg = (
-                f"sample {place} of the dataset could not be read for the fingerprint that"
-                f" checkpoints contain: {type(error).__name__}: {error}. Try again if the sample"
-                ' can be read now, or write af.Data(..., fingerprint="a name of the dataset").'
-            )
-            raise DataError(msg) from error
-        if first == again:
-            digest.update(first)
-    return digest.hexdigest()[:16]
-
-
-def places_of(source: Source) -> list[int]:
-    """Return the dataset indices of the samples to hash: first, last, and some in between."""
-    n = len(source)
-    return np.unique(np.linspace(0, n - 1, min(_PROBES, n)).astype(np.int64)).tolist()
-
-
-def sample_at(source: Source, place: int) -> Any:
-    """Read a sample; the default random generators are seeded equally each time."""
-    with draws.seeded() as drawing:
-
-        def begin(_place: int) -> None:
-            drawing.begin(0)
-
-        begin(0)
-        return source.samples(np.array([place]), begin)[0]
-
-
-def _hash_of(sample: Any) -> bytes:
-    return _digest(b"".join(map(bytes_of, tree.tree_leaves(sample))))
-
-
-def bytes_of(leaf: Any) -> bytes:
-    """Return bytes that identify a value; for an object of an unknown class, only the class."""
-    if isinstance(leaf, torch.Tensor):
-        with suppress(RuntimeError):  # a sparse tensor cannot be read as bytes
-            # clone, because a view may have a lazy conjugation
-            array = leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
-            head = f"{array.dtype}{tuple(array.shape)}".encode()
-            return head + array.reshape(-1).view(torch.uint8).numpy().tobytes()
-    if isinstance(leaf, (np.ndarray, np.void)) and leaf.dtype.hasobject:
-        return _bytes_of_objects(np.asarray(leaf))
-    if isinstance(leaf, np.ndarray):
-        return f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes()
-    if isinstance(leaf, (str, int, float, bool, bytes, type(None), np.generic)):
-        return f"{leaf!r};".encode()
-    return f"<{type(leaf).__qualname__}>".encode()
-
-
-def _bytes_of_objects(array: np.ndarray[Any, Any]) -> bytes:
-    """Return bytes that identify an array of objects, because its memory has only addresses."""
-    names = array.dtype.names
-    parts = [array[n] for n in names] if names else array.ravel().tolist()
-    result = f"{array.dtype}{array.shape}".encode()
-    for part in parts:
-        leaves = (_digest(bytes_of(leaf)) for leaf in tree.tree_leaves(part))
-        result += _digest(b"".join(leaves))
-    return result
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
 
 
 # Epochs: the dataset index at each position, and the batch of each update.

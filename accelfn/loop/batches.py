@@ -13,8 +13,9 @@ from accelfn.base.arguments import (
 )
 from accelfn.data import Batch, Data
 from accelfn.data.consistency import check_readers
+from accelfn.data.loaders import Reading
 from accelfn.data.plan import Cursor
-from accelfn.data.reading import Reading, read_batches
+from accelfn.data.reading import read_batches
 from accelfn.errors import ArgumentError, StateError
 from accelfn.state.state import TrainState, check_state
 

@@ -26,8 +26,9 @@ from accelfn.collectives.replicas import check_rows
 from accelfn.collectives.trees import join_rows
 from accelfn.data import Batch, Data, Plan
 from accelfn.data.consistency import LeftOut, check_same_data
+from accelfn.data.loaders import Reading
 from accelfn.data.plan import even_part
-from accelfn.data.reading import Reading, read_batches
+from accelfn.data.reading import read_batches
 from accelfn.engine.engine import engine_of
 from accelfn.engine.runner import Samples, lend_module
 from accelfn.errors import ArgumentError, BatchError, LossError, StateError

@@ -459,19 +459,19 @@ ROWS = [
             sample(lambda: af.Data(Stream(), global_batch_size=4), slice(3, 6))
         ),
         apart="seed epoch index rank",
-        at="data.stream.Stream._open data.stream.Opened.read",
+        at="data.reading.Stream._open data.reading.Opened.read",
     ),
     Row(
         name="samples of a loader's stream",
         draws=on_rank(sample(as_a_loader(Stream()), slice(3, 6))),
         apart="seed epoch index rank",
-        at="data.stream.Stream._open data.stream.Opened.read",
+        at="data.reading.Stream._open data.reading.Opened.read",
     ),
     Row(
         name="a stream's beginning",
         draws=on_rank(sample(lambda: af.Data(Stream(), global_batch_size=4), slice(3))),
         apart="seed epoch",
-        at="data.stream.Opened.__init__",
+        at="data.reading.Opened.__init__",
     ),
     Row(
         name="samples of a rank's own stream",
@@ -479,7 +479,7 @@ ROWS = [
             sample(lambda: af.Data(Own(), global_batch_size=4, sharded=True), slice(3))
         ),
         apart="seed epoch index rank",
-        at="data.stream.Sharded._key data.stream.Counted.__iter__",
+        at="data.reading.Sharded._key data.reading.Counted.__iter__",
     ),
     Row(
         name="shuffled",
@@ -540,7 +540,12 @@ ROWS = [
         apart="seed epoch",
         at="data.order._draw_indices",
     ),
-    Row(name="what knows data again", draws=probed, apart="", at="data.plan.sample_at"),
+    Row(
+        name="what knows data again",
+        draws=probed,
+        apart="",
+        at="data.consistency._sample_at",
+    ),
     Row(
         name="a simulated rank",
         draws=of_a_simulated_rank,

@@ -12,7 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.internals import stream
+from tests.internals import reading
 from tests.laws.reading import Remembering
 from tests.states import linear_state
 
@@ -490,7 +490,7 @@ def test_a_resumed_epoch_is_filled_from_its_own_beginning():
 def test_a_worker_that_had_ended_reads_nothing_after_a_resume():
     """Not even a dataset that begins anew behind its end."""
     data = af.Data(Remembering(4), global_batch_size=2)
-    ended, resumed = (stream.Counted(data, 0, 0) for _ in range(2))
+    ended, resumed = (reading.Counted(data, 0, 0) for _ in range(2))
     assert len(list(ended)) == 4
     resumed.load_state_dict(ended.state_dict())
     assert list(resumed) == []
