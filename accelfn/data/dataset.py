@@ -47,7 +47,7 @@ from accelfn.data.plan import (
     read_batch_sampler,
     token_budget,
 )
-from accelfn.data.reading import first_state, resume_error
+from accelfn.data.reading import dropped_error, first_state, resume_error
 from accelfn.data.sources import (
     Source,
     is_stream,
@@ -127,16 +127,12 @@ def _check_batching(data: "Data") -> None:
         )
     elif sampler is not None:
         if not all(hasattr(sampler, name) for name in ("__iter__", "__len__")):
-            why = (
-                f"(batch_sampler=...): {type(sampler).__name__} is not iterable, or has no"
-                " length. Pass a list of lists of indices, or an object with __iter__ and __len__"
-                " that yields lists of indices."
-            )
+            kind = type(sampler).__name__
+            advice = "Pass lists of indices, in an object with __iter__ and __len__"
+            why = f"(batch_sampler=...): {kind} is not iterable, or has no length. {advice}."
         elif data.order is not None or data.shuffle or data.remainder != "short":
-            why = (
-                "(batch_sampler=...): the sampler determines the samples of every batch. Leave"
-                " out order=, shuffle= and remainder=."
-            )
+            reason = "the sampler determines the samples of every batch"
+            why = f"(batch_sampler=...): {reason}. Leave out order=, shuffle= and remainder=."
         else:
             refuse_distributed(sampler)
     if why:
@@ -159,24 +155,19 @@ def _check_indexed(data: "Data") -> None:
             "af.token_budget", "costs", data.global_batch_size.costs, len(data.source)
         )
     if isinstance(data.global_batch_size, int) and not data.updates_per_epoch:
-        msg = (
-            f'af.Data(global_batch_size={data.global_batch_size}, remainder="drop"): the dataset'
-            f" has {len(data)} samples, so every batch would be dropped. Use a smaller"
-            " global_batch_size."
-        )
-        raise DataError(msg)
+        raise dropped_error(data, len(data))
 
 
 def _advise_of_columns(dataset: Any) -> None:
     """Warn if a list looks like columns (such as inputs and targets), and not like samples."""
-    if not isinstance(dataset, list):
+    rows = cast("list[Any]", dataset) if isinstance(dataset, list) else []
+    if not 2 <= len(rows) <= _FEW:
         return
-    rows = cast("list[Any]", dataset)
-    are_tensors = all(isinstance(row, torch.Tensor) and row.ndim for row in rows)
-    if not 2 <= len(rows) <= _FEW or not are_tensors:
-        return
-    lengths = {row.shape[0] for row in rows}
-    if len(lengths) == 1 and (length := lengths.pop()) > _FEW:
+    lengths = {
+        len(row) if isinstance(row, torch.Tensor) and row.ndim else 0 for row in rows
+    }
+    length = lengths.pop()
+    if not lengths and length > _FEW:
         advise(
             f"af.Data([...]): accelfn reads a list as samples, and this list has {len(rows)}:"
             f" tensors of {length} rows each. If they are columns, such as inputs and targets,"
@@ -192,28 +183,19 @@ def _check_stream(data: "Data") -> None:
         msg = f"af.Data: a {kind} has no order. Pass sorted(dataset) instead."
         raise DataError(msg)
     if isinstance(data.dataset, Iterator):
-        msg = (
-            f"af.Data: a {kind} can be read only once. Pass an object that starts from its"
-            " first sample at each call of __iter__, such as an IterableDataset."
-        )
+        advice = "Pass an object that starts from its first sample at each __iter__"
+        msg = f"af.Data: a {kind} can be read only once. {advice}."
         raise DataError(msg)
     is_ordered = data.shuffle or data.order is not None
     if is_ordered or not isinstance(data.global_batch_size, int):
-        why = (
-            f": {kind} is a stream, and a stream has its own order. Pass an integer"
-            " global_batch_size=, and leave out shuffle=, order= and batch_sampler=. Shuffle"
-            " inside the stream."
-        )
+        advice = "Pass an integer global_batch_size=, without shuffle=, order= or batch_sampler="
+        why = f": {kind} is a stream, with its own order. {advice}. Shuffle inside the stream."
     elif data.sharded and (data.dispatch or data.remainder != "short"):
-        why = (
-            "(sharded=True): each rank reads its own samples, and its last batches are short."
-            " Leave out dispatch= and remainder=."
-        )
+        reason = "each rank reads its own samples, and its last batches are short"
+        why = f"(sharded=True): {reason}. Leave out dispatch= and remainder=."
     elif data.num_workers and (data.dispatch or isinstance(data.dataset, DataLoader)):
-        why = (
-            f"(num_workers={data.num_workers}): only one process reads this stream. Leave out"
-            " num_workers=, or use workers inside the stream."
-        )
+        advice = "Leave out num_workers=, or use workers inside the stream"
+        why = f"(num_workers={data.num_workers}): only one process reads it. {advice}."
     if why:
         raise ArgumentError(f"af.Data{why}")  # noqa: EM102 - the message is complete
     if promised_length(data.dataset) == 0:
@@ -248,8 +230,8 @@ def _options_of(loader: Any, num_ranks: int, num_micro_batches: int) -> dict[str
     _refuse_own_iteration(loader)
     counts = {"num_ranks": num_ranks, "num_micro_batches": num_micro_batches}
     for name, count in counts.items():
-        what = name.replace("num_", "a number of ")
-        check_integer("af.Data.from_loader", name, count, 1, what)
+        meaning = name.replace("num_", "a number of ")
+        check_integer("af.Data.from_loader", name, count, 1, meaning)
     for name, instead in _IGNORED.items():
         if getattr(loader, name, None) is not None:
             advise(
@@ -287,18 +269,14 @@ def _batching(loader: "DataLoader[Any]", counts: dict[str, int]) -> dict[str, An
             "remainder": remainder,
         }
     if batches is None:
-        msg = (
-            "af.Data.from_loader: this DataLoader makes no batches (batch_size=None). Write"
-            " af.Data(dataset, global_batch_size=...) instead."
-        )
+        advice = "Write af.Data(dataset, global_batch_size=...) instead"
+        msg = f"af.Data.from_loader: this loader makes no batches (batch_size=None). {advice}."
         raise DataError(msg)
     if parts != 1:
         name = next(name for name, count in counts.items() if count != 1)
-        msg = (
-            f"af.Data.from_loader({name}={counts[name]}): a batch of the batch sampler"
-            f" {type(batches).__name__} is the batch of a whole update, over all ranks and"
-            f" micro-batches. Leave out {name}=."
-        )
+        call, kind = f"{name}={counts[name]}", type(batches).__name__
+        reason = f"a batch of {kind} is the batch of a whole update, over all"
+        msg = f"af.Data.from_loader({call}): {reason} ranks and micro-batches. Leave out {name}=."
         raise DataError(msg)
     return {"batch_sampler": batches}
 
@@ -504,10 +482,8 @@ class Data:
             length = promised_length(self.dataset)
             if length is None or self.sharded:
                 where = " over all ranks" if self.sharded else ""
-                msg = (
-                    f"af.Data: the stream {type(self.dataset).__name__} has no known length"
-                    f"{where}. For a schedule, pass num_updates= instead."
-                )
+                stream = f"the stream {type(self.dataset).__name__} has no known length{where}"
+                msg = f"af.Data: {stream}. For a schedule, pass num_updates= instead."
                 raise LengthError(msg)
             return length
         if self.batch_sampler is not None:
@@ -609,8 +585,8 @@ class Data:
             return data
         size = self.global_batch_size
         if self.batch_sampler is not None:  # use its largest batch's size
-            stops = [stop for _, stop in self.epoch(seed=0).cut.spans(0)]
-            size = int(np.diff(stops, prepend=0).max())
+            spans = self.epoch(seed=0).cut.spans(0)
+            size = max(stop - start for start, stop in spans)
         return attrs.evolve(
             self,
             global_batch_size=size,
@@ -623,18 +599,18 @@ class Data:
     def epoch(self, *, seed: int, number: int = 0) -> Epoch:
         """Return an epoch: the index of the sample at each position, and where batches end."""
         key, n = draws.key(seed, "data", number), len(self.source)
-        size, sampler = self.global_batch_size, self.batch_sampler
+        budget, sampler = self.global_batch_size, self.batch_sampler
         if sampler is not None:
-            flat, cut = read_batch_sampler(sampler, n, seed=seed, epoch=number)
-            return Epoch(number, len(flat), order_of_array(flat), cut, key)
-        fixed = None if isinstance(size, token_budget) else size
-        order = self.ordering.of_epoch(n, seed=seed, epoch=number, batch_size=fixed)
+            flat, batches = read_batch_sampler(sampler, n, seed=seed, epoch=number)
+            return Epoch(number, len(flat), order_of_array(flat), batches, key)
+        size = None if isinstance(budget, token_budget) else budget
+        order = self.ordering.of_epoch(n, seed=seed, epoch=number, batch_size=size)
         n = len(self)
-        if fixed is not None:
-            cut = EvenCut(n, fixed, self.remainder)
+        if size is not None:
+            batches = EvenCut(n, size, self.remainder)
             sorts = getattr(self.ordering, "sorts", False)
-            return Epoch(number, n, order, cut, key, sorts=sorts)
-        epoch = Epoch(number, n, order, size.cut(order(np.arange(n))), key)
+            return Epoch(number, n, order, batches, key, sorts=sorts)
+        epoch = Epoch(number, n, order, budget.cut(order(np.arange(n))), key)
         if getattr(self.ordering, "shuffles_batches", False):
             return epoch.shuffled_batches(draws.key(seed, "batches", number))
         return epoch
@@ -652,11 +628,9 @@ class Data:
         if not self.is_stream:
             epoch_cut = self._cut_of(start.epoch, seed)
             if not epoch_cut.num_batches(start.samples):
-                msg = (
-                    f"The cursor is at {place}, but the batches of an epoch of this data have"
-                    f" only {epoch_cut.end(0)} samples in all. Was the dataset or its batch size"
-                    " changed?"
-                )
+                count = f"the batches of an epoch have only {epoch_cut.end(0)} samples"
+                advice = "Was the dataset or its batch size changed?"
+                msg = f"The cursor is at {place}, but {count} in all. {advice}"
                 raise BatchError(msg)
         elif self.sharded and start.memory is None:
             msg = (

@@ -413,15 +413,15 @@ def _prefetch(
     def pin_leaf(leaf: Any) -> Any:
         return pin(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
 
-    def copies() -> Iterator[tuple[T, list[Any]]]:
+    def copy_pairs() -> Iterator[tuple[T, list[Any]]]:
         for portion, values in pairs:
             with side:
-                pinned = [tree.tree_map(pin_leaf, value) for value in values]
-                moved = [tree.to_device(v, device, opaque=False) for v in pinned]
-            yield portion, moved
+                pages = [tree.tree_map(pin_leaf, value) for value in values]
+                copies = [tree.to_device(v, device, opaque=False) for v in pages]
+            yield portion, copies
 
-    copied = copies()
-    pair = next(copied, None)
+    source = copy_pairs()
+    pair = next(source, None)
     while pair is not None:
         portion, values = pair
         current = torch.accelerator.current_stream(device)
@@ -430,6 +430,6 @@ def _prefetch(
             if not leaf.is_cpu:  # the lengths of a packed sequence stay on the CPU
                 # the caller's stream uses memory that the other stream has allocated
                 leaf.record_stream(current)
-        pair = next(copied, None)
+        pair = next(source, None)
         # tensors in objects of unknown classes are moved only now, on the caller's stream
         yield portion, _move(values, device)

@@ -30,10 +30,8 @@ def promised_length(value: Any) -> int | None:
     except (TypeError, NotImplementedError):
         return None
     except (ValueError, OverflowError) as error:
-        msg = (
-            f"{type(value).__name__} has a __len__ that gives no length: {error}."
-            " Expected a number of samples, 0 or more."
-        )
+        kind, needs = type(value).__name__, "a number of samples, 0 or more"
+        msg = f"{kind} has a __len__ that gives no length: {error}. Expected {needs}."
         raise DataError(msg) from error
 
 
@@ -504,10 +502,9 @@ def _as_weights(values: Any) -> Floats:
     are_numbers = weights.ndim == 1 and weights.dtype.kind in "biuf"
     is_valid = are_numbers and np.isfinite(weights).all() and (weights >= 0).all()
     if not is_valid or not weights.any():
-        msg = (
-            f"af.orders.weighted(weights): got {describe_values(weights)}; expected one finite"
-            " number of 0 or more for each sample, not all 0."
-        )
+        needs = "one finite number of 0 or more for each sample, not all 0"
+        got = describe_values(weights)
+        msg = f"af.orders.weighted(weights): got {got}; expected {needs}."
         raise ArgumentError(msg)
     weights = weights.astype(np.float64)
     with np.errstate(over="ignore"):
@@ -557,10 +554,8 @@ class weighted:
             return
         check_integer("af.orders.weighted", "num_samples", self.drawn, 1)
         if not self.replacement and self.drawn > possible:
-            msg = (
-                f"af.orders.weighted(num_samples={self.drawn}, replacement=False): only"
-                f" {possible} samples have a weight above 0. Pass a smaller num_samples."
-            )
+            call = f"af.orders.weighted(num_samples={self.drawn}, replacement=False)"
+            msg = f"{call}: only {possible} weights are above 0. Pass a smaller num_samples."
             raise ArgumentError(msg)
 
     def num_samples(self, n: int) -> int:

@@ -140,10 +140,8 @@ class Plan:
     def __attrs_post_init__(self) -> None:
         """Check that this rank's share exists."""
         if self.rank >= self.num_shares:
-            msg = (
-                f"af.typing.Plan(rank={self.rank}, num_shares={self.num_shares}): expected a rank"
-                f" from 0 to {self.num_shares - 1}."
-            )
+            call = f"af.typing.Plan(rank={self.rank}, num_shares={self.num_shares})"
+            msg = f"{call}: expected a rank from 0 to {self.num_shares - 1}."
             raise ArgumentError(msg)
 
     def sharded(self) -> "Plan":
@@ -260,10 +258,8 @@ class Batch:
             BatchError: there are several micro-batches, because the setup has `af.accumulate`.
         """
         if len(self.micro_batches) != 1:
-            msg = (
-                f"batch.value: this batch has {len(self.micro_batches)} micro-batches. Use"
-                " batch.micro_batches."
-            )
+            count = len(self.micro_batches)
+            msg = f"batch.value: the batch has {count} micro-batches. Use batch.micro_batches."
             raise BatchError(msg)
         return self.micro_batches[0]
 
@@ -287,12 +283,8 @@ class Batch:
     @property
     def filler(self) -> torch.Tensor:
         """Which of this rank's samples are filler, as a tensor of booleans."""
-        masks = [
-            np.broadcast_to(np.asarray(filler, bool), len(indices))
-            for indices, filler in zip(
-                self.parts_indices, self.parts_filler, strict=True
-            )
-        ]
+        parts = zip(self.parts_indices, self.parts_filler, strict=True)
+        masks = [np.full(len(indices), filler) for indices, filler in parts]
         return torch.from_numpy(np.concatenate(masks))
 
     @classmethod

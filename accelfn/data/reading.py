@@ -133,11 +133,10 @@ def check_promise(dataset: Any, count: int, epoch: int, *, ended: bool) -> None:
     if length is None or count == length or (count < length and not ended):
         return
     wrong_by = "only " if count < length else "at least "
-    msg = (
-        f"{type(dataset).__name__} has the length {length}, but yielded {wrong_by}{count}"
-        f" samples in epoch {epoch}. Let its __len__ return the number of samples, or remove"
-        " __len__."
-    )
+    kind = type(dataset).__name__
+    amount = f"{wrong_by}{count} samples in epoch {epoch}"
+    advice = "Let its __len__ return the number of samples, or remove __len__"
+    msg = f"{kind} has the length {length}, but yielded {amount}. {advice}."
     raise DataError(msg)
 
 
@@ -145,6 +144,15 @@ def log_replay(dataset: Any, count: int) -> None:
     """Log a warning that the first samples are read again."""
     kind = type(dataset).__name__
     _LOG.warning("Reading the first %d samples of %s again, to resume.", count, kind)
+
+
+def dropped_error(data: "Data", count: int) -> DataError:
+    """Return the error to raise if an epoch has fewer samples than a batch."""
+    kind, size = type(data.dataset).__name__, data.global_batch_size
+    return DataError(
+        f'af.Data(global_batch_size={size}, remainder="drop"): {kind} has {count} samples, so every'
+        " batch would be dropped. Use a smaller global_batch_size."
+    )
 
 
 def resume_error(dataset: Any, cursor: Cursor) -> DataError:
@@ -321,7 +329,7 @@ class Stream(IterableDataset[Any]):
         number, count = hide_worker_info()
         for i, (update, samples) in enumerate(self.updates()):
             if i % count == number:
-                yield self.cut(self.plan, update, samples)
+                yield self.share_of(self.plan, update, samples)
 
     def updates(self) -> Iterator[tuple[_Update, list[Any]]]:
         """Yield each update with all its samples."""
@@ -330,7 +338,7 @@ class Stream(IterableDataset[Any]):
             yield from self._epoch(start)
             start = Cursor(start.epoch + 1)
 
-    def cut(self, plan: Plan, update: _Update, samples: Sequence[Any]) -> Pair:
+    def share_of(self, plan: Plan, update: _Update, samples: Sequence[Any]) -> Pair:
         """Return the portion of a plan's rank, with its collated micro-batches."""
         portion = _portion(plan, *update)
         collate, low = self.data.collate or default_collate, portion.start.samples
@@ -386,28 +394,21 @@ class Stream(IterableDataset[Any]):
     def _raise_empty(self, start: Cursor, count: int) -> None:
         kind = type(self.data.dataset).__name__
         if start.samples:
-            msg = (
-                f"{kind} has no more samples at sample {start.samples} of epoch {start.epoch},"
-                " where reading was to resume. Was the stream changed?"
-            )
+            place = f"sample {start.samples} of epoch {start.epoch}"
+            msg = f"{kind} has no more samples at {place}, to resume there. Was it changed?"
         elif count:
-            msg = (
-                f'af.Data(global_batch_size={self.data.global_batch_size}, remainder="drop"):'
-                f" {kind} has {count} samples, so every batch would be dropped. Use a smaller"
-                " global_batch_size."
-            )
-        elif self.data.first:
-            msg = (
-                f"{kind} yielded no sample in epoch {start.epoch}. It is empty, or had been read"
-                " to its end before you passed it to af.Data, and each epoch starts from that"
-                " state. Create the dataset again, and pass it before you read it."
-            )
+            raise dropped_error(self.data, count)
         else:
-            msg = (
-                f"{kind} yielded no sample in epoch {start.epoch}. It is empty, or can be read"
-                " only once, like an iterator. Pass an object that starts from its first sample"
-                " at each call of __iter__."
+            why = (
+                "It is empty, or can be read only once, like an iterator. Pass an object that"
+                " starts from its first sample at each call of __iter__."
             )
+            if self.data.first:
+                why = (
+                    "It is empty, or had been read to its end before you passed it to af.Data,"
+                    " and each epoch starts from that state. Pass a dataset that was not read."
+                )
+            msg = f"{kind} yielded no sample in epoch {start.epoch}. {why}"
         raise DataError(msg)
 
 
@@ -475,43 +476,41 @@ class Counted(IterableDataset[Any]):
     def __init__(self, data: "Data", key: int, epoch: int) -> None:
         """Initialize with the data record, the key of random numbers, and the epoch."""
         self._data, self._key, self._epoch = data, key, epoch
-        self._start: tuple[int, Any] = (0, None)
         self._opened: Opened | None = None
-        self._ended = False
+        self._state: dict[str, Any] = {"count": 0, "memory": None, "ended": False}
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the samples of the epoch that were not read yet."""
-        if self._ended:
+        state = self._state
+        if state["ended"]:
             return
         info, dataset = get_worker_info(), self._data.dataset
         key = draws.fold(self._key, 0 if info is None else info.id)
-        (count, memory), self._start = self._start, (0, None)
-        start = Cursor(self._epoch, count, memory=memory)
-        if count and memory is None:
+        start = Cursor(self._epoch, state["count"], memory=state["memory"])
+        if start.samples and start.memory is None:
             if not self._data.replay:
                 raise resume_error(dataset, start)
             if info is None or info.id == 0:
-                log_replay(dataset, count)
+                log_replay(dataset, start.samples)
         source = self._opened = Opened(self._data, key, start)
-        while not self._ended:
+        while not state["ended"]:
             samples = source.read()
-            self._ended = not samples
+            state["ended"] = not samples
             if info is None:  # a worker may have only some of the samples
                 count = source.position
-                check_promise(dataset, count, self._epoch, ended=self._ended)
+                check_promise(dataset, count, self._epoch, ended=not samples)
             yield from samples
 
     def state_dict(self) -> dict[str, Any]:
         """Return the current position, with the stream's state."""
-        count, memory = self._start[0], copy.deepcopy(self._start[1])
-        if self._opened is not None:
-            count, memory = self._opened.position, self._opened.memory()
-        return {"count": count, "memory": memory, "ended": self._ended}
+        source = self._opened
+        if source is not None:
+            self._state |= {"count": source.position, "memory": source.memory()}
+        return copy.deepcopy(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next `iter` continue from a position."""
-        self._start, self._opened = (state["count"], state["memory"]), None
-        self._ended = state["ended"]
+        self._state, self._opened = dict(state), None
 
 
 def _collate_share(
@@ -561,13 +560,21 @@ class Sharded:
             count, memory = 0, before.memory
             if item is not None:
                 count, values = item
-                memory = self._memory(loader)
+                state = copy.deepcopy(loader.state_dict())
+                memory = {"num_workers": self.data.num_workers, "loader": state}
                 item = next(items, None)
             elif not values and before.samples:  # resumed after this rank's last sample
                 first = Opened(self.data, self._key(), Cursor(start.epoch))
                 values = collate(first.read())[1]
-            counts, has_more = self._gather_counts(count, has_more=item is not None)
-            self._check_first(counts, before)
+            rows = _gather(self.ranks, count, item is not None)
+            counts, has_more = [n for n, _ in rows], any(more for _, more in rows)
+            if not before.samples and not all(counts):
+                msg = (
+                    f"af.Data(sharded=True): rank {counts.index(0)} of {len(counts)} has no sample"
+                    f" in epoch {start.epoch}, but every rank needs at least one. Samples of each"
+                    f" rank in the first update: {counts}."
+                )
+                raise DataError(msg)
             total, low = sum(counts), before.samples + sum(counts[: self.ranks.rank])
             after = Cursor(start.epoch + 1)
             if has_more:
@@ -635,29 +642,6 @@ class Sharded:
         seed, epoch = self.reading.seed, self.reading.start.epoch
         return draws.key(seed, "data", epoch, "rank", self.ranks.rank)
 
-    def _memory(self, loader: Any) -> dict[str, Any]:
-        state = copy.deepcopy(loader.state_dict())
-        return {"num_workers": self.data.num_workers, "loader": state}
-
-    def _gather_counts(self, count: int, *, has_more: bool) -> tuple[list[int], bool]:
-        """Return the number of samples of each rank, and whether any rank has more samples."""
-        own_counts = torch.tensor([count, has_more], device=self.ranks.device)
-        rows = [
-            t.tolist()
-            for t in all_gather_list(own_counts, self.ranks, label="lockstep")
-        ]
-        return [row[0] for row in rows], any(row[1] for row in rows)
-
-    def _check_first(self, counts: list[int], cursor: Cursor) -> None:
-        if cursor.samples or all(counts):
-            return
-        msg = (
-            f"af.Data(sharded=True): rank {counts.index(0)} of {self.ranks.size} has no sample"
-            f" in epoch {cursor.epoch}, but every rank needs at least one. Samples of each rank"
-            f" in the first update: {counts}."
-        )
-        raise DataError(msg)
-
 
 # `dispatch=True`: rank 0 reads a stream for all ranks, and sends each rank its share.
 #
@@ -687,7 +671,7 @@ def read_dispatched(stream: Stream, world: World) -> Iterator[Pair]:
         if updates is not None:
             try:
                 update, samples = next(updates)
-                cuts = [stream.cut(plan, update, samples)[1] for plan in plans]
+                cuts = [stream.share_of(plan, update, samples)[1] for plan in plans]
                 head = [update[1].to_plain(), *update[2:]]
                 payloads = [codec.to_bytes([*head, values]) for values in cuts]
             except Exception as error:  # noqa: BLE001 - reported to the other ranks
@@ -759,10 +743,8 @@ def join_uneven(
         raise ArgumentError(msg)
     check_world("af.join_uneven", world)
     if not isinstance(iterable, Iterable):
-        msg = (
-            f"af.join_uneven({type(iterable).__name__}): expected an iterable of this rank's"
-            " batches. Pass an empty list if the rank has no batch."
-        )
+        needs = "this rank's batches in an iterable, which may be an empty list"
+        msg = f"af.join_uneven({type(iterable).__name__}): expected {needs}."
         raise ArgumentError(msg)
     batches = iter(iterable)
     if isinstance(iterable, DataLoader):
@@ -771,15 +753,18 @@ def join_uneven(
     return _equal_batches(batches, world.batch, ends)
 
 
+def _gather(ranks: World, *numbers: int) -> list[list[int]]:
+    """Return the numbers of each rank."""
+    row = torch.tensor([*map(int, numbers)], device=ranks.device)
+    return [row.tolist() for row in all_gather_list(row, ranks, label="lockstep")]
+
+
 def _equal_batches(items: Iterator[Any], ranks: World, ends: str) -> Iterator[Batch]:
     number, last, end = 0, None, object()
     while True:
         item = next(items, end)
         last = last if item is end else item
-        own_flag = torch.tensor([int(item is not end)], device=ranks.device)
-        flags = [
-            bool(flag) for flag in all_gather_list(own_flag, ranks, label="lockstep")
-        ]
+        flags = [bool(flag) for (flag,) in _gather(ranks, item is not end)]
         if not any(flags) or (ends == "first" and not all(flags)):
             return
         without = [rank for rank, has_batch in enumerate(flags) if not has_batch]

@@ -133,10 +133,8 @@ class Table:
     def _column(self, rows: Any, name: str) -> Any:
         column = rows.column(name)
         if column.null_count:
-            msg = (
-                f"Column {name!r} of the table has a null in this batch. Fill in the null values,"
-                " or pass af.Data(..., collate=...), a function of a list of rows (dicts)."
-            )
+            advice = "Fill in the nulls, or pass af.Data(collate=...), a function of rows (dicts)"
+            msg = f"Column {name!r} of the table has a null in this batch. {advice}."
             raise DataError(msg)
         values = column.to_numpy()
         if values.dtype.kind in "biuf":
@@ -163,19 +161,14 @@ class Items:
         Raises:
             DataError: the dataset has no length, or cannot be read by index.
         """
-        kind = type(self.dataset).__name__
-        if isinstance(self.dataset, Mapping) and not self.dataset:
+        dataset, length = self.dataset, promised_length(self.dataset)
+        if isinstance(dataset, Mapping) and length == 0:
             return 0
-        has_no_index = isinstance(self.dataset, (IterableDataset, Mapping))
-        if has_no_index or not hasattr(self.dataset, "__getitem__"):
-            msg = (
-                f"af.Data: {kind} cannot be read by index; expected a dataset with __len__"
-                " and __getitem__."
-            )
-            raise DataError(msg)
-        length = promised_length(self.dataset)
-        if length is None:
-            msg = f"af.Data: {kind} has no length; expected a dataset with __len__."
+        has_no_index = isinstance(dataset, (IterableDataset, Mapping))
+        if length is None or has_no_index or not hasattr(dataset, "__getitem__"):
+            problem = "cannot be read by index, or has no length"
+            needs = "a dataset with __len__ and __getitem__"
+            msg = f"af.Data: {type(dataset).__name__} {problem}; expected {needs}."
             raise DataError(msg)
         return length
 
@@ -187,20 +180,20 @@ class Items:
             inner = [int(dataset.indices[i]) for i in inner]
             dataset = cast("Any", dataset).dataset
         fetch_all = _own_getitems(dataset)
+        kind = type(dataset).__name__
         if fetch_all is not None:
             begin(0)
-            return _fetch_items(fetch_all, type(dataset).__name__, inner)
+            return _fetch_items(fetch_all, kind, inner)
         items: list[Any] = []
-        for place, index in enumerate(inner):
-            begin(place)
-            try:
+        try:
+            for place, index in enumerate(inner):
+                begin(place)
                 items.append(dataset[index])
-            except Exception as error:
-                error.add_note(
-                    f"{type(dataset).__name__}[{index}] raised this error. It is the sample at"
-                    f" dataset index {indices[place]}."
-                )
-                raise
+        except Exception as error:
+            at = len(items)
+            sample = f"It is the sample at dataset index {indices[at]}."
+            error.add_note(f"{kind}[{inner[at]}] raised this error. {sample}")
+            raise
         return items
 
     def batch(self, indices: Indices, begin: Begin) -> Any:
@@ -219,10 +212,8 @@ def _fetch_items(
         error.add_note(f"{call} raised this error.")
         raise
     if len(items) != len(indices):
-        msg = (
-            f"{call} returned {len(items)} samples; expected a list of {len(indices)}, one for"
-            " each index."
-        )
+        needs = f"a list of {len(indices)}, one for each index"
+        msg = f"{call} returned {len(items)} samples; expected {needs}."
         raise DataError(msg)
     return items
 
@@ -307,20 +298,16 @@ def rows_of(dataset: Any) -> Rows | None:
     tensors = tree.tree_map(_as_tensor, cast("Any", columns))
     leaves = tree.tree_leaves(tensors)
     if isinstance(columns, tuple) and any(isinstance(c, list) for c in columns):
-        msg = (
-            "af.Data: the dataset is a tuple of lists. Convert each list to a tensor or an array,"
-            " such as af.Data((torch.tensor(inputs), torch.tensor(targets)))."
-        )
+        advice = "af.Data((torch.tensor(inputs), torch.tensor(targets)))"
+        msg = f"af.Data: the dataset is a tuple of lists. Pass tensors or arrays: {advice}."
         raise DataError(msg)
     if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return None
     lengths = {len(leaf) if leaf.ndim else -1 for leaf in leaves}
     if len(lengths) > 1 or -1 in lengths:
         shapes = [tuple(leaf.shape) for leaf in leaves]
-        msg = (
-            f"af.Data: the tensors of the dataset have the shapes {shapes}, but all must have"
-            " the same number of rows (dim 0)."
-        )
+        needs = "all must have the same number of rows (dim 0)"
+        msg = f"af.Data: the tensors of the dataset have the shapes {shapes}, but {needs}."
         raise DataError(msg)
     return Rows(tensors)
 
@@ -343,9 +330,8 @@ def _as_tensor(leaf: Any) -> Any:
         raise DataError(msg)
     if any(stride < 0 for stride in array.strides):
         array = np.ascontiguousarray(array)
-    with (
-        warnings.catch_warnings()
-    ):  # torch warns of read-only memory, but rows are copied
+    # torch warns of read-only memory, but rows are copied
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         try:
             return torch.from_numpy(array)
@@ -384,10 +370,8 @@ def mix_datasets(
     shares = lengths if weights is None else _as_tuple(weights)
     are_valid = all(is_number(w) and 0 < w < float("inf") for w in shares)
     if len(shares) != len(sources) or not are_valid:
-        msg = (
-            f"af.Data.mix(weights={weights!r}): expected {len(sources)} finite numbers"
-            " above 0."
-        )
+        needs = f"{len(sources)} finite numbers above 0"
+        msg = f"af.Data.mix(weights={weights!r}): expected {needs}."
         raise ArgumentError(msg)
     order = Mixed(lengths, shares, Shuffled() if shuffle else Sequential())
     if order.block > _LARGEST_BLOCK:
@@ -433,9 +417,8 @@ class Joined:
 
             try:
                 items = self.parts[number].samples(inner, begin_part)
-            except (
-                Exception
-            ) as error:  # datasets may have the same class, so add the number
+            # datasets may have the same class, so add the number
+            except Exception as error:
                 error.add_note(f"The sample is in dataset {number} of the mix.")
                 raise
             for place, sample in zip(places.tolist(), items, strict=True):
@@ -548,20 +531,17 @@ class Mixed:
             datasets = np.repeat(np.arange(len(counts)), counts)[places]
             result = np.empty(self.block, np.int64)
             for dataset, start in enumerate(starts):
-                length, places = (
-                    self.lengths[dataset],
-                    np.flatnonzero(datasets == dataset),
-                )
-                turns, rows = divmod(start + np.arange(len(places)), length)
+                places = np.flatnonzero(datasets == dataset)
+                numbers = start + np.arange(len(places))
+                turns, rows = divmod(numbers, self.lengths[dataset])
                 for turn in np.unique(turns).tolist():
                     mask = turns == turn
                     indices = own_order(dataset, turn)(rows[mask])
                     result[places[mask]] = indices + offsets[dataset]
             return result
 
-        return lambda positions: look_up_blocks(
-            positions + epoch * n, self.block, order_block
-        )
+        first = epoch * n
+        return lambda at: look_up_blocks(at + first, self.block, order_block)
 
 
 def is_stream(dataset: Any) -> bool:

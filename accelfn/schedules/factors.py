@@ -163,11 +163,9 @@ class TorchRates:
         try:
             scheduler: Any = self._factory(self._optimizer)
         except Exception as error:
-            num_groups = len(self._optimizer.param_groups)
-            msg = (
-                f"af.schedules.from_torch: the factory failed for {type(self._prototype).__name__}"
-                f" (parameter groups: {num_groups}): {type(error).__name__}: {error}"
-            )
+            kind, num_groups = type(self._prototype).__name__, len(self._options)
+            call = f"the factory failed for {kind} (parameter groups: {num_groups})"
+            msg = f"af.schedules.from_torch: {call}: {type(error).__name__}: {error}"
             raise ArgumentError(msg) from error
         _check(scheduler, self._optimizer)
         # otherwise torch warns that the scheduler steps before the optimizer
@@ -188,10 +186,9 @@ class TorchRates:
             except Exception as error:  # noqa: BLE001 - raised below, and in later calls
                 self._ended = error
         if self._ended is not None:
-            msg = (
-                f"af.schedules.from_torch: {type(self._scheduler).__name__} has no learning rate"
-                f" for update {self._num_known}: {self._ended}"
-            )
+            kind = type(self._scheduler).__name__
+            reason = f"has no learning rate for update {self._num_known}: {self._ended}"
+            msg = f"af.schedules.from_torch: {kind} {reason}"
             raise ArgumentError(msg) from self._ended
 
     def _make_again(self) -> None:
@@ -246,10 +243,8 @@ def _check(scheduler: Any, optimizer: Optimizer) -> None:
     elif not isinstance(scheduler, LRScheduler):
         why = "but it must return a torch LRScheduler."
     elif scheduler.optimizer is not optimizer:
-        why = (
-            "but for another optimizer than its argument, so the learning rates would never"
-            " change. Use the argument: lambda optimizer: StepLR(optimizer, 10)."
-        )
+        advice = "Use the argument: lambda optimizer: StepLR(optimizer, 10)"
+        why = f"but for another optimizer, so learning rates would never change. {advice}."
     if why:
         msg = f"af.schedules.from_torch: the factory returned {kind}, {why}"
         raise ArgumentError(msg)
@@ -273,10 +268,8 @@ def _updates(least: int) -> Any:
 
 def _is_factor(owner: object, field: Any, value: Any) -> None:
     if not is_number(value) or not math.isfinite(value) or value < 0:
-        msg = (
-            f"af.schedules.{type(owner).__name__}({field.name}={value!r}): expected a"
-            " finite factor, 0 or more."
-        )
+        call = f"af.schedules.{type(owner).__name__}({field.name}={value!r})"
+        msg = f"{call}: expected a finite factor, 0 or more."
         raise ArgumentError(msg)
 
 
@@ -329,11 +322,9 @@ class warmup_cosine:
     def __attrs_post_init__(self) -> None:
         """Reject a warm-up that leaves no update for the decay."""
         if self.num_warmup >= self.num_updates:
-            msg = (
-                f"af.schedules.warmup_cosine(num_warmup={self.num_warmup},"
-                f" num_updates={self.num_updates}): the warm-up must be shorter than"
-                " the whole schedule."
-            )
+            counts = f"num_warmup={self.num_warmup}, num_updates={self.num_updates}"
+            reason = "the warm-up must be shorter than the whole schedule"
+            msg = f"af.schedules.warmup_cosine({counts}): {reason}."
             raise ArgumentError(msg)
 
     def __call__(self, step: int, /) -> float:
@@ -363,10 +354,8 @@ class one_cycle:
     def __attrs_post_init__(self) -> None:
         """Reject a `peak_at` that is not between 0 and 1."""
         if not 0 < self.peak_at < 1:
-            msg = (
-                f"af.schedules.one_cycle(peak_at={self.peak_at!r}): expected a fraction"
-                " between 0 and 1."
-            )
+            call = f"af.schedules.one_cycle(peak_at={self.peak_at!r})"
+            msg = f"{call}: expected a fraction between 0 and 1."
             raise ArgumentError(msg)
 
     def __call__(self, step: int, /) -> float:
@@ -400,17 +389,14 @@ class join:
         *pairs, last = parts or (None,)
         schedules = [p[-1] if _is_part(p) else p for p in cast("Any", parts)]
         if any(isinstance(schedule, from_torch) for schedule in schedules):
-            msg = (
-                "af.schedules.join joins factors, but from_torch has learning rates. Join torch's"
-                " schedulers inside the factory of from_torch, with"
-                " torch.optim.lr_scheduler.SequentialLR."
+            advice = (
+                "Join schedulers in its factory: torch.optim.lr_scheduler.SequentialLR"
             )
+            msg = f"af.schedules.join joins factors, but from_torch has learning rates. {advice}."
             raise ArgumentError(msg)
         if not all(map(_is_part, pairs)) or not callable(last):
-            msg = (
-                f"af.schedules.join{parts!r}: expected (num_updates, schedule) pairs, and then a"
-                " schedule for all later updates."
-            )
+            needs = "(num_updates, schedule) pairs, and then a schedule for all later updates"
+            msg = f"af.schedules.join{parts!r}: expected {needs}."
             raise ArgumentError(msg)
         self.__attrs_init__(parts=tuple(pairs), last=last)  # type: ignore[attr-defined]
 
@@ -479,10 +465,8 @@ class FactorRates:
         factor = self._factor(update)
         is_number = isinstance(factor, (int, float)) and math.isfinite(factor)
         if not is_number or factor < 0:
-            msg = (
-                f"The schedule returned {factor!r} for update {update}. Expected a factor of the"
-                " learning rate: a finite number, 0 or more."
-            )
+            needs = "a factor of the learning rate: a finite number, 0 or more"
+            msg = f"The schedule returned {factor!r} for update {update}. Expected {needs}."
             raise ArgumentError(msg)
         return {at: rate * factor for at, rate in self._rates}
 
