@@ -103,11 +103,10 @@ def _check_dataset(data: "Data") -> None:
         msg = "af.Data: the dataset is itself an af.Data. Pass data.dataset instead."
         raise DataError(msg)
     if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
-        msg = (
-            f"af.Data: a {kind} returns batches, but af.Data expects samples. Write"
-            " af.Data.from_loader(loader) or TrainState.create(data=loader). For a stream of"
-            f" samples, create the {kind} with batch_size=None."
-        )
+        reason = f"a {kind} returns batches, but af.Data expects samples"
+        advice = "Write af.Data.from_loader(loader) or TrainState.create(data=loader)"
+        stream = f"For a stream of samples, create the {kind} with batch_size=None"
+        msg = f"af.Data: {reason}. {advice}. {stream}."
         raise ArgumentError(msg)
 
 
@@ -121,10 +120,9 @@ def _check_batching(data: "Data") -> None:
     elif data.order is not None and data.shuffle:
         why = "(shuffle=True, order=...): pass only one of them, because order= is not shuffled."
     elif isinstance(data.global_batch_size, token_budget) and data.remainder != "short":
-        why = (
-            f"(global_batch_size=af.token_budget(...), remainder={data.remainder!r}): batches of a"
-            " token budget have no fixed size, so none is too short. Leave out remainder=."
-        )
+        call = f"global_batch_size=af.token_budget(...), remainder={data.remainder!r}"
+        reason = "batches of a token budget have no fixed size, so none is too short"
+        why = f"({call}): {reason}. Leave out remainder=."
     elif sampler is not None:
         if not all(hasattr(sampler, name) for name in ("__iter__", "__len__")):
             kind = type(sampler).__name__
@@ -252,10 +250,8 @@ def _batching(loader: "DataLoader[Any]", counts: dict[str, int]) -> dict[str, An
     remainder = "drop" if loader.drop_last else "short"
     if is_stream(loader.dataset):
         if size is None:
-            return {
-                "global_batch_size": parts,
-                "collate": partial(_convert_lone, loader.collate_fn),
-            }
+            collate = partial(_convert_lone, loader.collate_fn)
+            return {"global_batch_size": parts, "collate": collate}
         return {"global_batch_size": size * parts, "remainder": remainder}
     refuse_distributed(loader.sampler)
     batches = loader.batch_sampler
@@ -502,10 +498,9 @@ class Data:
         if self.batch_sampler is not None:
             return len(self.batch_sampler)
         if isinstance(self.global_batch_size, token_budget):
-            msg = (
-                "af.Data(global_batch_size=af.token_budget(...)).updates_per_epoch: epochs may have"
-                " different numbers of updates. Call data.num_updates(epochs, seed=...)."
-            )
+            call = "af.Data(global_batch_size=af.token_budget(...)).updates_per_epoch"
+            advice = "Call data.num_updates(epochs, seed=...)"
+            msg = f"{call}: epochs may have different numbers of updates. {advice}."
             raise DataError(msg)
         return EvenCut(len(self), self.global_batch_size, self.remainder).num_batches(0)
 

@@ -185,10 +185,8 @@ def watch_workers(
                         worker.terminate()
                 num_read, being_read = due()
                 update = reading.update + num_read
-                msg = (
-                    f"{_worker_of(reading)} failed before the batch of update {update} was"
-                    f" complete: {reason}\n{being_read}"
-                )
+                place = f"before the batch of update {update} was complete"
+                msg = f"{_worker_of(reading)} failed {place}: {reason}\n{being_read}"
                 raise DataError(msg) from error
             yield value
     finally:
@@ -202,8 +200,9 @@ def _worker_of(reading: Reading) -> str:
 
 def _start_iterator(loader: Any, reading: Reading) -> Any:
     """Create a loader's iterator, which starts the workers."""
+    _starting.here = True
     try:
-        with mute_worker_warnings(), _without_garbage():
+        with mute_worker_warnings():
             # torch also warns about the error that is handled below
             warnings.filterwarnings("ignore", "Got pickle error")
             return iter(loader)
@@ -218,23 +217,16 @@ def _start_iterator(loader: Any, reading: Reading) -> Any:
             ' module, or call multiprocessing.set_start_method("fork") at the start of the program.'
         )
         raise DataError(msg) from error
-
-
-@contextmanager
-def _without_garbage() -> Generator[None]:
-    """In workers that are forked in a `with` block, do not collect garbage of this process.
-
-    Only this process can finalize its objects. For example, a Gloo process group joins its
-    threads. A forked process does not have these threads, so it would crash or hang.
-    """
-    _starting.here = True
-    try:
-        yield
     finally:
         _starting.here = False
 
 
 def _leave_garbage() -> None:
+    """In workers that are forked here, do not collect garbage of this process.
+
+    Only this process can finalize its objects. For example, a Gloo process group joins its
+    threads. A forked process does not have these threads, so it would crash or hang.
+    """
     if getattr(_starting, "here", False):
         gc.freeze()
 
@@ -269,19 +261,17 @@ def _listening(values: Any) -> Generator[None]:
             values._workers, values._workers_status, strict=True
         ):
             if is_expected and worker.exitcode is not None:
-                msg = f"DataLoader worker (pid {worker.pid}) {_ending(worker.exitcode)}"
+                code = worker.exitcode
+                how = f"exited unexpectedly with exit code {code}"
+                if code < 0:
+                    how = f"is killed by signal: {signal.Signals(-code).name}"
+                msg = f"DataLoader worker (pid {worker.pid}) {how}."
                 raise RuntimeError(msg)
         yield
     finally:
         if values._worker_pids_set:
             _torch._remove_worker_pids(id(values))
             values._worker_pids_set = False
-
-
-def _ending(exitcode: int) -> str:
-    if exitcode >= 0:
-        return f"exited unexpectedly with exit code {exitcode}."
-    return f"is killed by signal: {signal.Signals(-exitcode).name}."
 
 
 # Read by index.

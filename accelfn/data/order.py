@@ -419,11 +419,9 @@ def refuse_distributed(sampler: Any) -> None:
     """Raise `DataError` if a sampler already splits the samples among ranks."""
     inner = getattr(sampler, "sampler", None)  # a batch sampler has an inner sampler
     if isinstance(sampler, DistributedSampler) or isinstance(inner, DistributedSampler):
-        msg = (
-            "A DistributedSampler already splits the samples among the ranks, and"
-            " af.shard_data() would split them again. Leave out the sampler and pass"
-            " shuffle=True, or pass a sampler that yields all samples."
-        )
+        reason = "A DistributedSampler already splits the samples among ranks"
+        advice = "Leave it out and pass shuffle=True, or pass a sampler of all samples"
+        msg = f"{reason}, and af.shard_data() would split them again. {advice}."
         raise DataError(msg)
 
 

@@ -271,9 +271,7 @@ class Batch:
     @property
     def ends_epoch(self) -> bool:
         """Whether this is the last batch of its epoch."""
-        if self.start is None or self.cursor is None:
-            return False
-        return self.cursor.epoch > self.start.epoch
+        return self.cursor is not None and self.cursor.epoch > self.epoch
 
     @property
     def indices(self) -> torch.Tensor:
@@ -331,11 +329,9 @@ class Batch:
         sizes = [len(indices) for indices in self.parts_indices]
         counts = {tree.num_rows(extra) for extra in extras}
         if counts != {sum(sizes)}:
-            msg = (
-                f"batch.zip: the extras have {' and '.join(map(str, sorted(counts))) or 'no'}"
-                f" rows, but this rank has {sum(sizes)} samples. Pass a row for each sample, such"
-                " as table[batch.indices]."
-            )
+            rows = " and ".join(map(str, sorted(counts))) or "no"
+            reason = f"the extras have {rows} rows, but the rank {sum(sizes)} samples"
+            msg = f"batch.zip: {reason}. Pass a row for each, such as table[batch.indices]."
             raise BatchError(msg)
         spans = pairwise([0, *accumulate(sizes)])
         values = tuple(
@@ -392,11 +388,10 @@ class token_budget:
         large = np.flatnonzero(self.costs > self.limit)
         if len(large):
             first = int(large[0])
-            msg = (
-                f"af.token_budget(limit={self.limit}): sample {first} costs {self.costs[first]},"
-                f" and {len(large)} of {len(self.costs)} samples cost more than the limit. Remove"
-                " or truncate them, or pass a larger limit."
-            )
+            cost = f"sample {first} costs {self.costs[first]}, and {len(large)} of"
+            reason = f"{cost} {len(self.costs)} samples cost more than the limit"
+            advice = "Remove or truncate them, or pass a larger limit"
+            msg = f"af.token_budget(limit={self.limit}): {reason}. {advice}."
             raise DataError(msg)
 
     def __repr__(self) -> str:

@@ -326,7 +326,10 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Pair]:
         """Read the whole stream, and yield this worker's updates."""
-        number, count = hide_worker_info()
+        info = get_worker_info()
+        # a dataset that splits itself by `get_worker_info()` must yield all samples here
+        torch_worker._worker_info = None  # pyright: ignore[reportPrivateUsage]
+        number, count = (0, 1) if info is None else (info.id, info.num_workers)
         for i, (update, samples) in enumerate(self.updates()):
             if i % count == number:
                 yield self.share_of(self.plan, update, samples)
@@ -449,16 +452,6 @@ def _read_in_workers(stream: Stream, reading: Reading) -> Iterator[Pair]:
     for portion, values in loaders.watch(stream, stream.data, reading, due):
         num_read, after = num_read + 1, portion.after
         yield portion, values
-
-
-def hide_worker_info() -> tuple[int, int]:
-    """Return this worker's number and the number of workers, and hide both from the dataset.
-
-    So a dataset that uses torch's `get_worker_info()` to split itself yields all samples.
-    """
-    info = get_worker_info()
-    torch_worker._worker_info = None  # pyright: ignore[reportPrivateUsage]
-    return (0, 1) if info is None else (info.id, info.num_workers)
 
 
 # `sharded=True`: streams with different samples on each rank, which torchdata reads.
@@ -629,11 +622,9 @@ class Sharded:
         if start.memory is not None:
             before = start.memory["num_workers"]
             if before != num_workers:
-                msg = (
-                    f"Before the resume, {before} workers per rank read this stream, each a"
-                    f" different part. It cannot resume with {num_workers} workers. Write"
-                    f" af.Data(..., num_workers={before})."
-                )
+                reason = f"{before} workers per rank read parts of this stream"
+                advice = f"Write af.Data(..., num_workers={before})"
+                msg = f"Before the resume, {reason}. It cannot resume with {num_workers}. {advice}."
                 raise DataError(msg)
             loader.load_state_dict(copy.deepcopy(start.memory["loader"]))
         return loader
@@ -769,24 +760,19 @@ def _equal_batches(items: Iterator[Any], ranks: World, ends: str) -> Iterator[Ba
             return
         without = [rank for rank, has_batch in enumerate(flags) if not has_batch]
         if without and ends == "together":
-            msg = (
-                f"af.join_uneven: rank {without[0]} has {number} batches, but other ranks have"
-                f" {number + 1} or more. Give all ranks the same number of batches, or pass"
-                ' ends="last" or ends="first".'
-            )
+            counts = f"{number} batches, but other ranks have {number + 1} or more"
+            advice = 'Give all ranks as many, or pass ends="last" or ends="first"'
+            msg = f"af.join_uneven: rank {without[0]} has {counts}. {advice}."
             raise DataError(msg)
         if without and number == 0:
-            msg = (
-                f"af.join_uneven: rank {without[0]} of {ranks.size} has no batch, so it cannot"
-                " repeat its last batch, with weight 0, while other ranks have more. Give it a"
-                ' batch, or pass ends="first".'
-            )
+            reason = "to repeat, while other ranks have more batches"
+            advice = 'Give it a batch, or pass ends="first"'
+            rank = f"rank {without[0]} of {ranks.size}"
+            msg = f"af.join_uneven: {rank} has no batch {reason}. {advice}."
             raise DataError(msg)
         if isinstance(last, list) and not last:
-            msg = (
-                f"af.join_uneven: batch {number} of rank {ranks.rank} is an empty list, but a list"
-                " must have at least one micro-batch. Leave out this batch."
-            )
+            batch = f"batch {number} of rank {ranks.rank} is an empty list"
+            msg = f"af.join_uneven: {batch}, but a list must have a micro-batch. Leave it out."
             raise BatchError(msg)
         yield _lockstep_batch(last, flags, ranks.rank)
         number += 1

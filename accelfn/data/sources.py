@@ -8,7 +8,7 @@ other map-style dataset is read with its `__getitems__`, if it has this method, 
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any, TypeAlias, cast
@@ -248,11 +248,10 @@ def source_of(dataset: Any) -> "Source":
     if isinstance(dataset, Joined):
         return dataset
     if hasattr(dataset, "iloc"):
-        msg = (
-            f"af.Data({type(dataset).__name__}): pandas indexes a table by names, not by row"
-            " numbers. Pass a dict of tensors, {name: torch.tensor(table[name].to_numpy()) for"
-            " name in table}, or a Dataset."
-        )
+        kind = type(dataset).__name__
+        reason = "pandas indexes a table by names, not by row numbers"
+        example = "{name: torch.tensor(table[name].to_numpy()) for name in table}"
+        msg = f"af.Data({kind}): {reason}. Pass {example}, or a Dataset."
         raise DataError(msg)
     rows = rows_of(dataset)
     if rows is not None:
@@ -336,10 +335,9 @@ def _as_tensor(leaf: Any) -> Any:
         try:
             return torch.from_numpy(array)
         except (TypeError, ValueError) as error:
-            msg = (
-                f"af.Data: the dataset has an array of dtype {array.dtype.str!r}, which torch"
-                " does not have. Pass array.astype(np.float32), or another dtype of torch."
-            )
+            dtype, advice = array.dtype.str, "Pass array.astype(np.float32)"
+            reason = f"the dataset has an array of dtype {dtype!r}, which torch does not have"
+            msg = f"af.Data: {reason}. {advice}, or another dtype of torch."
             raise DataError(msg) from error
 
 
@@ -376,11 +374,9 @@ def mix_datasets(
     order = Mixed(lengths, shares, Shuffled() if shuffle else Sequential())
     if order.block > _LARGEST_BLOCK:
         name = "the datasets' lengths" if weights is None else f"{weights!r}"
-        msg = (
-            f"af.Data.mix(weights={name}): the dataset with the smallest weight would have less"
-            f" than one in {_LARGEST_BLOCK // 4:,} samples. Give it a larger weight, or leave it"
-            " out."
-        )
+        share = f"less than one in {_LARGEST_BLOCK // 4:,} samples"
+        reason = f"the dataset with the smallest weight would have {share}"
+        msg = f"af.Data.mix(weights={name}): {reason}. Increase the weight, or leave it out."
         raise ArgumentError(msg)
     return Joined(sources), order
 
@@ -411,12 +407,9 @@ class Joined:
         """Return a list of samples, each from the source that has its index."""
         samples: list[Any] = [None] * len(indices)
         for number, places, inner in self._by_part(indices):
-
-            def begin_part(i: int, places: Indices = places) -> None:
-                begin(int(places[i]))
-
+            part = self.parts[number]
             try:
-                items = self.parts[number].samples(inner, begin_part)
+                items = part.samples(inner, lambda i, at=places: begin(int(at[i])))
             # datasets may have the same class, so add the number
             except Exception as error:
                 error.add_note(f"The sample is in dataset {number} of the mix.")
@@ -513,15 +506,11 @@ class Mixed:
     def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
         """Return the order of an epoch, which is computed block by block."""
         offsets = np.cumsum([0, *self.lengths])
-        inner: dict[tuple[int, int], AtPositions] = {}
 
+        @cache
         def own_order(dataset: int, turn: int) -> AtPositions:
-            if (dataset, turn) not in inner:
-                key, length = draws.key(seed, "mix", dataset), self.lengths[dataset]
-                inner[dataset, turn] = self.inner.of_epoch(
-                    length, seed=key, epoch=turn, batch_size=None
-                )
-            return inner[dataset, turn]
+            key, length = draws.key(seed, "mix", dataset), self.lengths[dataset]
+            return self.inner.of_epoch(length, seed=key, epoch=turn, batch_size=None)
 
         def order_block(number: int) -> Indices:
             starts, stops = self.count_used(number), self.count_used(number + 1)

@@ -44,11 +44,9 @@ _BY_COUNT = (
 def _is_factory(_owner: object, _field: object, factory: Any) -> None:
     """Reject an invalid factory at once, before a state is created."""
     if not callable(factory):
-        msg = (
-            f"af.schedules.from_torch({factory!r}): expected a function that takes an"
-            " optimizer and returns a scheduler, such as functools.partial("
-            "torch.optim.lr_scheduler.StepLR, step_size=10)."
-        )
+        needs = "a function that takes an optimizer and returns a scheduler"
+        example = "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)"
+        msg = f"af.schedules.from_torch({factory!r}): expected {needs}, such as {example}."
         raise ArgumentError(msg)
     while isinstance(factory, partial):
         factory = cast("Any", factory).func
@@ -448,11 +446,10 @@ class FactorRates:
         for i, group in enumerate(optimizer.param_groups):
             if "lr" not in group:
                 options = sorted(group.keys() - STRUCTURE)
-                msg = (
-                    "TrainState.create(schedule=...): a schedule sets 'lr', but parameter group"
-                    f" {i} of the optimizer has only {', '.join(map(repr, options)) or 'params'}."
-                    " Leave out the schedule, or set options in the method hyper of a transform."
-                )
+                names = ", ".join(map(repr, options)) or "params"
+                reason = f"it sets 'lr', but parameter group {i} has only {names}"
+                advice = "Leave out the schedule, or set options in the method hyper of a transform"
+                msg = f"TrainState.create(schedule=...): {reason}. {advice}."
                 raise OptimizerError(msg)
             self._rates.append(((i, "lr"), group["lr"]))
 
