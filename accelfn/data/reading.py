@@ -515,7 +515,7 @@ def _collate_share(
 
 
 def read_sharded(data: "Data", reading: Reading) -> Iterator[Pair]:
-    """Yield this rank's portion of each update of its own stream, with its values."""
+    """Yield this rank's portion of each update, read from this rank's stream."""
     while reading.epochs is None or reading.start.epoch < reading.epochs:
         update = reading.update
         for pair in Sharded(data, reading).epoch():
