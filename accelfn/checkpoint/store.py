@@ -202,7 +202,8 @@ class Retention:
         to_remove = self._steps_to_remove()
         if not to_remove:
             return
-        newest = manifest.checkpoints_in(self.directory).popitem()[1]
+        newest_step = manifest.steps_in(self.directory)[-1]
+        newest = self.directory / manifest.name_of(newest_step)
         try:
             manifest.verify(newest)
         except CheckpointError as error:
