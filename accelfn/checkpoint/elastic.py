@@ -428,10 +428,7 @@ class Arrivals:
     """
 
     def __init__(
-        self,
-        sendings: Iterator[Sending | None],
-        tensors: ByName,
-        world: World,
+        self, sendings: Iterator[Sending | None], tensors: ByName, world: World
     ) -> None:
         """Initialize with the broadcasts of all stages, and this rank's tensors.
 

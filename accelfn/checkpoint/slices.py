@@ -130,9 +130,7 @@ def cover(boxes: Iterable[Slice], shape: tuple[int, ...]) -> bool:
 
 
 def assemble(
-    target: Slice,
-    dtype: torch.dtype,
-    parts: Iterable[tuple[Slice, torch.Tensor]],
+    target: Slice, dtype: torch.dtype, parts: Iterable[tuple[Slice, torch.Tensor]]
 ) -> torch.Tensor:
     """Assemble a slice of a tensor from other slices.
 
