@@ -339,17 +339,15 @@ def _merging(state: TrainState, manifest: Manifest) -> list[Any]:
 def _call_merge(
     state: TrainState, transform: Any, slots: list[Any], source: Source
 ) -> tuple[list[float], Any]:
+    folder, name = source.folder, transform.name
     try:
         weights, slot = transform.merge(slots, state.world)
     except Exception as error:
-        msg = (
-            f"{source.folder}: {transform.name} could not merge the slots that the ranks saved:"
-            f" {error!r}."
-        )
+        msg = f"{folder}: {name} could not merge the slots that the ranks saved: {error!r}."
         raise CheckpointError(msg) from error
     if len(weights) != len(slots):
         msg = (
-            f"{source.folder}: {transform!r}.merge returned {len(weights)} weights for the"
+            f"{folder}: {transform!r}.merge returned {len(weights)} weights for the"
             f" slots of {len(slots)} ranks; expected one weight for each slot."
         )
         raise CheckpointError(msg)
