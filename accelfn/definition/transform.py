@@ -595,9 +595,8 @@ def _with_name(
     """
     options = [_by_value(field) for field in fields if field.name != "name"]
     default: Any = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
-    if "name" in vars(
-        cls
-    ):  # a base class is another transform, so its name does not count
+    # a base class is another transform, so its name does not count
+    if "name" in vars(cls):
         defaults = [field.default for field in fields if field.name == "name"]
         default = next((value for value in defaults if value is not NOTHING), default)
     name = attrs.fields(_Named).name.evolve(default=default)

@@ -279,9 +279,7 @@ def _wrappers() -> Iterator[tuple[type[nn.Module], str, str]]:
     fix = "af.compile() to the setup, because a module of torch.jit cannot use other tensors"
     yield torch.jit.ScriptModule, "that you passed to torch.jit", fix
     if _COMPILER in sys.modules:  # the import takes a second, so do not import it here
-        fix = (
-            "af.compile() to the setup, or af.compile(regions=...) for parts of a model"
-        )
+        fix = "af.compile() to the setup, or af.compile(regions=...) for some modules"
         yield sys.modules[_COMPILER].OptimizedModule, f"{_INSIDE}_orig_mod", fix
 
 
@@ -308,9 +306,7 @@ class Skeleton:
     trainable: tuple[str, ...]
     aliases: Mapping[str, str]
     persistent: frozenset[str]
-    once_trained: frozenset[str] = attrs.field(
-        default=attrs.Factory(lambda self: frozenset(self.trainable), takes_self=True)
-    )
+    once_trained: frozenset[str]
 
     def training(self, names: Container[str]) -> Self:
         """Return the skeleton with other trainable parameters."""
@@ -499,9 +495,11 @@ def skeleton_of(module: nn.Module) -> Skeleton:
     names = {id(param): name for name, param in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     persistent = set(module.state_dict(keep_vars=True))
+    trainable = tuple(n for n, p in module.named_parameters() if p.requires_grad)
     return Skeleton(
         module=structure,
-        trainable=tuple(n for n, p in module.named_parameters() if p.requires_grad),
+        trainable=trainable,
+        once_trained=frozenset(trainable),
         aliases={name: names[id(p)] for name, p in every if name != names[id(p)]},
         persistent=frozenset(n for n, _ in module.named_buffers() if n in persistent),
     )
@@ -552,9 +550,7 @@ def check_params(
     for name, tensor in current.items():
         new = params[name]
         if not isinstance(new, torch.Tensor):
-            msg = (
-                f"state.with_params: {name!r} is a {type(new).__name__}, not a tensor."
-            )
+            msg = f"state.with_params: {name!r} is {type(new).__name__}, not a tensor."
             raise StateError(msg)
         want = (tuple(tensor.shape), tensor.dtype, tensor.device)
         have = (tuple(new.shape), new.dtype, new.device)

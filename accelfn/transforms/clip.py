@@ -163,9 +163,8 @@ def _label(index: int, group: Mapping[str, Any]) -> str:
 
 def _total_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the norm of all elements, including the elements on other ranks."""
-    if {*map(type, tensors)} - {
-        torch.Tensor
-    }:  # some are DTensors or of another subclass
+    # some are DTensors or of another subclass
+    if {*map(type, tensors)} - {torch.Tensor}:
         shards = [tensor for tensor in tensors if is_shard(tensor)]
         full = [tensor for tensor in tensors if not is_shard(tensor)]
         norms = [_norm_of_shards(rank, norm_type) for rank in _by_ranks(shards)]

@@ -195,9 +195,8 @@ class _Sequence:
         # all ranks run equally many passes: a pass may gather parameters of all ranks
         own_row = _numbers(full, part, is_random=is_random, device=self._ranks.device)
         rows = all_gather_list(own_row, self._loss_ranks, label="context_parallel")
-        begin = (
-            self._loss_ranks.rank - self._ranks.rank
-        )  # "cp" is the innermost axis here
+        # "cp" is the innermost axis here
+        begin = self._loss_ranks.rank - self._ranks.rank
         table = on_host(torch.stack(rows))[begin : begin + self._ranks.size]
         is_random = bool(table[:, 4].any())
         self.is_checked = is_random or any(is_positive(row[1]) for row in rows)
