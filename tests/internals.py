@@ -19,7 +19,7 @@ _NAMES = {
         "truth",
     ),
     "accelfn.base.codec": ("MAX_DEPTH",),
-    "accelfn.base.draws": ("is_profiled", "key"),
+    "accelfn.base.draws": ("key",),
     "accelfn.base.tree": (
         "Pending",
         "ReadOnly",
@@ -86,7 +86,7 @@ _NAMES = {
     "accelfn.data": ("Plan", "loaders", "plan", "reading"),
     "accelfn.data.order": ("read_sampler", "order_of_sampler", "shuffle_positions"),
     "accelfn.data.plan": ("EvenCut", "token_budget"),
-    "accelfn.deepspeed": ("flats", "home"),
+    "accelfn.deepspeed": ("flats",),
     "accelfn.deepspeed.engine": (
         "ModuleOrder",
         "ReduceOrder",
@@ -128,7 +128,6 @@ _NAMES = {
         "reduce_scatter",
         "reduce_scatter_by_gloo",
     ),
-    "accelfn.engine.runner": ("Delegating", "Samples"),
     "accelfn.engine.optimizer": ("fused_step",),
     "accelfn.engine.vocabulary": ("Scores", "gather_scores"),
     "accelfn.launching": ("agent", "script", "worker"),
@@ -190,7 +189,7 @@ _NAMES = {
     "accelfn.weights.device_map": ("units_of",),
     "accelfn.weights.export": ("WEIGHTS", "split_into_files"),
     "accelfn.weights.importing": ("placement",),
-    "accelfn.world": ("World", "connection", "meeting", "place", "world"),
+    "accelfn.world": ("World", "connection", "meeting", "world"),
     "accelfn.world.axes": (
         "AXES",
         "choose_axes",

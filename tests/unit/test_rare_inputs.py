@@ -19,6 +19,7 @@ import accelfn as af
 from accelfn.errors import CheckpointError
 from accelfn.testing import assert_states_equal, simulate
 from tests.internals import (
+    WEIGHTS,
     Ended,
     Failure,
     _port_of_job,
@@ -27,6 +28,7 @@ from tests.internals import (
     few_bits,
     manifest,
     script,
+    split_into_files,
     token_budget,
     tree,
 )
@@ -78,6 +80,11 @@ def test_a_process_that_is_dead_holds_no_lock():
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
         assert commit._process_start(ended.pid) is None
     assert commit._process_start(os.getpid()) is not None
+
+
+def test_a_model_without_tensors_is_a_file_too():
+    """An export of nothing has its one file."""
+    assert split_into_files({}, 4) == {WEIGHTS: []}
 
 
 @given(job=st.integers(1, 10**6), step=st.integers(0, 20), other=st.integers(0, 20))
