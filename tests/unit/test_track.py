@@ -114,18 +114,6 @@ def test_half_a_line_is_cut_off(tmp_path, length):
     assert path.read_text().count("\n") == lines + 1
 
 
-def test_what_was_written_of_a_step_is_replaced(tmp_path):
-    """A run that goes back to a step has of it what it says then, and nothing of before."""
-    path = tmp_path / "run.jsonl"
-    with af.track.jsonl(path, world=WORLD) as tracker:
-        for step in (1, 2, 3):
-            tracker({"loss": 1.0, "early": 0.5}, step)
-        tracker({"loss": 2.0}, 2)
-        tracker({"late": 3.0}, 2)
-    found = af.track.read(path).metrics
-    assert found == {"loss": {1: 1.0, 2: 2.0}, "early": {1: 0.5}, "late": {2: 3.0}}
-
-
 def test_a_strict_parser_reads_what_is_not_finite(tmp_path):
     """Infinities and NaN are texts, in hyperparameters too, however deep they lie."""
     path = tmp_path / "run.jsonl"
