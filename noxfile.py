@@ -25,6 +25,12 @@ WITH_TESTS = (
     "openmpi",  # has mpirun
     *("ipykernel", "nbclient"),  # to run notebooks
     *("accelerate", "datasets", "transformers", "peft"),  # for tests with their files
+    *(
+        "hydra-core",
+        "torch_geometric",
+        "webdataset",
+        "bitsandbytes",
+    ),  # for docs/how-to/libraries.md
 )
 
 # DeepSpeed's build imports torch and these packages. Its kernels, which need a compiler, are not

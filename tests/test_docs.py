@@ -29,7 +29,16 @@ SLOW_PAGES = {
     )
 }
 """Whose blocks train for seconds, or start processes."""
-NEEDS = {"docs/reference/deepspeed.md": "deepspeed"}
+NEEDS = {
+    "docs/reference/deepspeed.md": ["deepspeed"],
+    "docs/how-to/libraries.md": [
+        "hydra",
+        "torch_geometric",
+        "webdataset",
+        "bitsandbytes",
+    ],
+    "docs/how-to/mixup-and-cutmix.md": ["timm", "torchvision"],
+}
 """Packages that a page's code imports, and that an installation may lack."""
 MODULES = sorted(ROOT.glob("accelfn/**/*.py"))
 WRITTEN_BY_A_SESSION = {ROOT / "docs/benchmarks.md"}  # `nox -s bench` makes it
@@ -86,7 +95,7 @@ def test_a_page_begins_with_its_title(page):
 )
 def test_every_code_block_of_a_page_runs(page):
     """The Python blocks of a page run in order and print what the page shows."""
-    if package := NEEDS.get(page_name(page)):
+    for package in NEEDS.get(page_name(page), []):
         pytest.importorskip(package)
     for example in BLOCKS.parse(page):
         example.evaluate()
