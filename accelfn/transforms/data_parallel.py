@@ -661,7 +661,7 @@ class wrap_fsdp:
             if "stays" in facts and not state.world.axes and state.world.loss.size > 1:
                 msg = (
                     f"{self!r}: in a world without axes, all ranks hold one copy of the model,"
-                    f" but {owner!r} trains several copies. Set their number, for example 2:"
+                    f" but {owner!r} trains several. Set the number of copies, for example 2:"
                     f" World.from_env(axes={{'dp_replicate': 2, 'dp_shard': -1}})."
                 )
                 raise WorldError(msg)
