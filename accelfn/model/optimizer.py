@@ -700,7 +700,8 @@ def _check_owned(
         kind = type(optimizer).__name__
         msg = (
             f"TrainState.create(optimizer={kind}): the optimizer has parameters of another model,"
-            f" of the shapes {shapes[:5]}. Write optimizer=functools.partial({kind}, lr=...)."
+            f" of the shapes {shapes[:5]}. Pass the optimizer's model, or write"
+            f" functools.partial({kind}, lr=...)."
         )
         raise OptimizerError(msg)
     ids = set(map(id, params))
