@@ -60,11 +60,11 @@ class Row:
         """Draw this transform, for a chain with other transforms that have these methods."""
         fields = frozenset(methods)
         defaults = {name for name, away in self.default_beside.items() if away & fields}
-        return self.arguments.map(
-            lambda options: self.cls(
-                **{n: v for n, v in options.items() if n not in defaults}
-            )
-        )
+
+        def create(options: Arguments) -> Transform:
+            return self.cls(**{n: v for n, v in options.items() if n not in defaults})
+
+        return self.arguments.map(create)
 
     def avoids(self, transform: Any = None) -> frozenset[str]:
         """Return the methods of other transforms that exclude this transform from a chain.

@@ -127,12 +127,8 @@ def _all_to_all(calls: Sequence[Call], _sums: Sums) -> Results:
     return [tuple(call.sends[r] for call in calls) for r in range(len(calls))]
 
 
-def _barrier(calls: Sequence[Call], _sums: Sums) -> Results:
-    return [()] * len(calls)
-
-
 def _message(calls: Sequence[Call], _sums: Sums) -> Results:
-    """Pass the tensors of a send to the matching recv."""
+    """Pass the tensors of a send to the matching recv. A barrier has no tensors."""
     return [calls[0].sends if call.fills else () for call in calls]
 
 
@@ -145,7 +141,7 @@ _OPERATIONS: dict[str, Callable[[Sequence[Call], Sums], Results]] = {
     "scatter": _scatter,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
-    "barrier": _barrier,
+    "barrier": _message,
     "send": _message,
 }
 

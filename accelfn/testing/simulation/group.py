@@ -85,9 +85,7 @@ class SimulatedGroup(dist.ProcessGroup):
         calls = [self._call("all_reduce", [t], [t], op=op) for t in sends]
         return self._post(calls, sends)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        """Reduce several tensors over all ranks, in place."""
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:
         """Send the root's tensor to all ranks."""

@@ -207,19 +207,11 @@ _FLOOR = threading.Lock()
 _inside = threading.local()
 
 
-@contextmanager
-def _floor() -> Generator[None]:
-    """Hold the lock `_FLOOR`, unless this thread is a rank of the simulation that holds it."""
-    if getattr(_inside, "rank", False):
-        yield
-        return
-    with _FLOOR:
-        yield
-
-
 def run_simulation(plan: Plan) -> Run[Any]:
     """Run the program of a plan on simulated ranks, and return the results."""
-    with _floor(), process_kept(plan.device), known_to_torch(plan.device):
+    # a rank of the simulation that holds the lock may run another simulation
+    floor = draws.NOTHING if getattr(_inside, "rank", False) else _FLOOR
+    with floor, process_kept(plan.device), known_to_torch(plan.device):
         return _run(plan)
 
 
@@ -316,11 +308,13 @@ class _Room:
 
     def connection(self) -> connections.Connection:
         """Create the connection of this rank to the group."""
+        # a part or a branch of the world, which has a name, cannot regroup
+        is_whole = not self.group.members.name
         return connections.Connection(
             self.group,
             activity=self.group.activity,
             simulated=self,
-            regrouping=self if self._exchange.is_elastic and self.is_whole else None,
+            regrouping=self if self._exchange.is_elastic and is_whole else None,
         )
 
     def is_awaited(self) -> bool:
@@ -348,11 +342,6 @@ class _Room:
         group = self.group.among(members, activity or self.group.activity)
         self._registry.add(group)
         return attrs.evolve(self, group=group)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this group is the whole world, not a part or a branch of the world."""
-        return not self.group.members.name
 
     def compare(self, label: str, rows: list[str]) -> tuple[int, list[str]] | None:
         """Return the first rank and its rows if they differ from this rank's rows, else None."""
