@@ -227,7 +227,10 @@ def _skeleton_from(source: ModelSource) -> Skeleton:
     with torch.device("meta"):
         module = source()
     if not isinstance(module, nn.Module):
-        msg = f"af.memory_estimate: model() returned {type(module).__name__}, not an nn.Module."
+        kind = type(module).__name__
+        msg = (
+            f"af.memory_estimate: model() returned {kind}; expected a torch.nn.Module."
+        )
         raise ArgumentError(msg)
     return skeleton_of(module)
 
