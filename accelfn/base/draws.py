@@ -209,9 +209,8 @@ class Turn:
 
     def __init__(self) -> None:
         """Create a free lock."""
-        self._had: list[
-            weakref.ref[HeldTurn]
-        ] = []  # oldest first; references may be dead
+        # oldest first; references may be dead
+        self._had: list[weakref.ref[HeldTurn]] = []
 
     def take(self) -> "HeldTurn":
         """Acquire the lock for this thread; `give_back` of the result releases the lock.

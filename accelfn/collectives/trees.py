@@ -295,9 +295,8 @@ def _check_holds(dtype: torch.dtype, value: Any) -> None:
     """Raise unless a dtype can represent a value; a float may be rounded, but not to infinity."""
     holds = False
     if isinstance(value, AnyNumber):
-        with suppress(
-            RuntimeError, ValueError, OverflowError
-        ):  # torch rejects the value
+        # torch may reject the value
+        with suppress(RuntimeError, ValueError, OverflowError):
             result = torch.full((), cast("Any", value), dtype=dtype).item()
             # also compared as text, because NaN is not equal to itself
             holds = result == value or str(result) == str(value)

@@ -225,9 +225,7 @@ class _Evaluation:
 
 def _check_function(fn: object, extras: tuple[Any, ...]) -> None:
     if not callable(fn):
-        msg = (
-            f"af.evaluate and af.predict need a function fn(model, batch), got {fn!r}."
-        )
+        msg = f"af.evaluate and af.predict need a function (model, batch), got {fn!r}."
         raise LossError(msg)
     keywords = {"sample_weight": None} if takes_weight(fn) else {}
     error = call_mismatch(fn, None, None, *extras, **keywords)

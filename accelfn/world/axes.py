@@ -36,9 +36,7 @@ def resolve_axes(call: str, axes: object, size: int) -> dict[str, int]:
             is not the world's size.
     """
     if not isinstance(axes, Mapping):
-        msg = (
-            f'{call}(axes={axes!r}): expected sizes by name, such as {{"dp_shard": 4}}.'
-        )
+        msg = f'{call}(axes={axes!r}): expected sizes by name, as in {{"dp_shard": 4}}.'
         raise ArgumentError(msg)
     return _fill_in(f"{call}(axes={axes!r})", axes, size)
 

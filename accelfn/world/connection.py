@@ -378,9 +378,8 @@ class Connection:
     def own(self) -> None:
         """Let `end` close the process group, at the latest when the interpreter exits."""
         self.is_ours = True
-        atexit.register(
-            self._end_at_exit
-        )  # torch may abort a process with an open group
+        # torch may abort a process with an open group
+        atexit.register(self._end_at_exit)
 
     def end(self) -> None:
         """Close the process group if accelfn opened it; a second call does nothing."""

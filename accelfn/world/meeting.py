@@ -98,9 +98,7 @@ class Meeting:
         store = cast("Any", self.store).clone()
         rank, size = self.place.rank, self.place.size
         late = [r for r, count in enumerate(_counts(store, size)) if not count]
-        late = [
-            member for member in late or list_unjoined(store, size) if member != rank
-        ]
+        late = [r for r in late or list_unjoined(store, size) if r != rank]
         return f"rank {', '.join(map(str, late))}"
 
 
@@ -177,9 +175,7 @@ def explain_opening(rank: int, size: int, backend: str | None) -> Generator[None
     except (ValueError, RuntimeError) as error:
         msg = f"Rank {rank} of {size} cannot open a {backend!r} process group: {error}"
         if isinstance(error, dist.DistError):
-            msg += (
-                ". Look at the output of the other ranks: one of them may have failed."
-            )
+            msg += ". Look at the output of the other ranks: one may have failed."
         raise WorldError(msg) from error
 
 

@@ -405,9 +405,7 @@ class World:
         if self.connection.is_closed:
             advice = "use it inside its `with` block"
             if self.connection.successor is not None:
-                advice = (
-                    "af.regroup created a new world: use state.world of the new state"
-                )
+                advice = "af.regroup made a new world: use state.world of the new state"
             msg = f"The world of {self.size} ranks is closed; {advice}."
             raise WorldError(msg)
         self.connection.check_not_lent()
