@@ -329,16 +329,13 @@ def _gather_shards(
     """Gather tensors of one dtype that are sharded along the same axes, axis by axis."""
     parts = {name: tree.local(tensor).detach() for name, tensor in tensors.items()}
     axes = tree.cut_axes(next(iter(tensors.values())))
-    for i, axis in enumerate(
-        axes
-    ):  # a shard along "tp" is sharded again along "dp_shard"
+    # a shard along "tp" is sharded again along "dp_shard"
+    for i, axis in enumerate(axes):
         ranks, counts = world.along(axis), list[list[int]]()
         dims = {name: _dim(tensor, axis) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            same = [
-                inner for inner in axes[i + 1 :] if _dim(tensor, inner) == dims[name]
-            ]
-            num_parts = math.prod(world.along(inner).size for inner in same)
+            later = [a for a in axes[i + 1 :] if _dim(tensor, a) == dims[name]]
+            num_parts = math.prod(world.along(inner).size for inner in later)
             counts.append(_chunks(tensor.shape[dims[name]] // num_parts, ranks.size))
         rows = [part.movedim(dims[n], 0).to(ranks.device) for n, part in parts.items()]
         full = all_gather_rows(rows, counts, ranks, label=label)

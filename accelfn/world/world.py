@@ -194,7 +194,7 @@ class World:
         connection = _connect(place, own_device, sizes, backend, timeout)
         if connection.group is None:
             place = _ALONE
-            sizes = {} if connection.regrouping else sizes  # `af.regroup` sets the axes
+            sizes = {} if connection.regrouping else sizes  # none before `af.regroup`
         return cls(
             rank=place.rank,
             size=place.size,
