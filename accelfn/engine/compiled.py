@@ -344,9 +344,8 @@ class TwoGraphs:
             if grads is None:
                 return join_loss(is_loss, plain)
             total, *rest = plain if is_loss else (plain,)
-            grad_of = {
-                p: g for p, g in zip(params, grads, strict=True) if g is not None
-            }
+            pairs = zip(params, grads, strict=True)
+            grad_of = {param: grad for param, grad in pairs if grad is not None}
             total = _WithGrads.apply(total, [*grad_of.values()], *grad_of)
             return join_loss(is_loss, (total, *rest) if is_loss else total)
 

@@ -24,7 +24,6 @@ from accelfn.engine.doctor import reject_unused
 from accelfn.engine.optimizer import LiveUpdate
 from accelfn.engine.runner import (
     LossFunction,
-    Ones,
     ReadLoss,
     RootModule,
     Samples,
@@ -365,7 +364,6 @@ class DDPRunner:
         self._carrier = nn.Parameter(carrier)
         self._inner = RootModule(module, self._carrier)
         self._roots: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._ones = Ones()
         self._sync = True
         self._weight = torch.zeros(1)
         self._learns = bool(options.get("static_graph"))
@@ -408,12 +406,11 @@ class DDPRunner:
         del scalar  # DDP may have wrapped this scalar
         assert self._roots is not None  # noqa: S101 - forward set it
         (scalar, root), self._roots = self._roots, None
-        seed = self._ones.like(scalar) if scale is None else like(scalar, scale)
         carrier, early = self._carrier, self._sync and self._is_early
         if early:
             self._sum(weight)
         # with compression the weight was already summed, because 16 bits cannot hold a count
-        seeds = (seed, like(root, 0 if early else weight))
+        seeds = (like(scalar, scale), like(root, 0 if early else weight))
         with self._backward:
             with NOTHING if self._sync else self._ddp.no_sync():
                 run_backward((scalar, root), seeds)

@@ -37,7 +37,6 @@ from accelfn.engine.modules import Regions, has_forward, outermost, select_modul
 from accelfn.engine.runner import (
     CallOrder,
     LossFunction,
-    Ones,
     ReadLoss,
     RootModule,
     Samples,
@@ -577,10 +576,8 @@ class ShardBinding:
             return param.grad
         grad = split.sharded_param.grad
         if grad is None:
-            full_grad = _whole_gradient(split)
-            return (
-                full_grad if full_grad is None else self._layout.laid(name, full_grad)
-            )
+            grad = _whole_gradient(split)
+            return None if grad is None else self._layout.laid(name, grad)
         param.grad = part = tree.local(grad)
         split.sharded_param.grad = None
         # torch's FSDP knows only the ranks of its own mesh
@@ -703,7 +700,7 @@ class FSDPRunner:
             home.split(self._root)
         self._forward = naming("FSDP forward", ranks)
         self._backward = naming("FSDP backward", ranks)
-        self._ones, self._sync, self._ends = Ones(), True, True
+        self._sync = self._ends = True
         # on this rank: the parameters used in this update, and the parameters with a gradient
         # of an earlier micro-batch
         self._used, self._parts = set[str](), set[str]()
@@ -740,11 +737,10 @@ class FSDPRunner:
         """Add the gradients of `scalar * scale`; with sync, average gradients and weight."""
         scalar = self._scalar
         del self._scalar
-        seed = self._ones.like(scalar) if scale is None else like(scalar, scale)
         home, order = self._home, self._home.order
         with self._backward:
             with order.goes_on():
-                run_backward((scalar,), (seed,))
+                run_backward((scalar,), (like(scalar, scale),))
                 used = home.used_params()
                 self._used |= {name for name, is_used in used.items() if is_used}
                 misses = self._ends and not self.expects_unused

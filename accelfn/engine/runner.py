@@ -519,7 +519,6 @@ class LocalRunner:
     def __init__(self, module: nn.Module) -> None:
         """Initialize with the module."""
         self.lone_module = self._module = module
-        self._ones = Ones()
 
     def forward(
         self, loss_fn: LossFunction, samples: Samples, *, sync: bool
@@ -534,24 +533,8 @@ class LocalRunner:
     ) -> torch.Tensor | None:
         """Add the gradients of `scalar * scale`."""
         del weight
-        seed = self._ones.like(scalar) if scale is None else like(scalar, scale)
-        run_backward((scalar,), (seed,))
+        run_backward((scalar,), (like(scalar, scale),))
         return None
-
-
-class Ones:
-    """A cache of the initial gradient 1 of a backward pass."""
-
-    def __init__(self) -> None:
-        """Start with an empty cache."""
-        self._last: torch.Tensor | None = None
-
-    def like(self, scalar: torch.Tensor) -> torch.Tensor:
-        """Return a 1 with the dtype and device of the scalar."""
-        last = self._last
-        if last is None or last.dtype is not scalar.dtype:
-            last = self._last = torch.ones_like(scalar.detach())
-        return last
 
 
 _KEPT_GRAPH = (
@@ -587,8 +570,9 @@ def run_backward(
         raise
 
 
-def like(scalar: torch.Tensor, value: Number) -> torch.Tensor:
-    """Return `value` as a tensor like the scalar, without waiting for a device."""
+def like(scalar: torch.Tensor, value: Number | None) -> torch.Tensor:
+    """Return `value` as a tensor like the scalar, without waiting; None means 1."""
+    value = 1 if value is None else value
     if isinstance(value, torch.Tensor):
         # a copy, because autograd may store the tensor as a leaf's `.grad`
         return value.to(scalar, copy=True)
