@@ -7,7 +7,7 @@ from accelfn.base.arguments import import_later as _import_later
 from accelfn.base.arguments import names_for_later as _names_for_later
 
 if _typing.TYPE_CHECKING:
-    from accelfn.checkpoint import Loaded as Loaded
+    from accelfn.checkpoint.load import Loaded as Loaded
     from accelfn.data.plan import Cursor as Cursor
     from accelfn.data.plan import Plan as Plan
     from accelfn.loop.batches import Batches as Batches
