@@ -694,7 +694,9 @@ def _is_out_of_memory(error: Exception) -> bool:
 def _check_group(world: World) -> None:
     """Raise for a world that cannot have a second process group of the same ranks."""
     ranks = world.connection.simulated
-    is_whole = world.group is dist.group.WORLD if ranks is None else ranks.is_whole
+    is_whole = world.group is dist.group.WORLD
+    if ranks is not None:
+        is_whole = not ranks.group.members.name
     backend = world.connection.backend(world.device)
     why = ""
     if world.axes:
