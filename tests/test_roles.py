@@ -19,7 +19,6 @@ GIVEN = {
     "data/consistency.py": "all ranks that take samples hold the same data",
     "data/loaders.py": "errors name the rank of the state's world",
     "state/state.py": "compares what the ranks of the caller's world hold",
-    "state/beginning.py": "a model is drawn by all ranks of the state's world",
     "engine/runner.py": "an order of calls is that of one group of ranks",
     "track/throughput.py": "counts the devices of the state's world",
     "engine/doctor.py": "all ranks of the state's world build an engine together",
