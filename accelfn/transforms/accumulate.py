@@ -96,8 +96,9 @@ class accumulate:
             into: Grads | None = None,
             sync: bool = True,
         ) -> tuple[Metrics, Grads]:
-            *rest, last = self._parts(batch)
-            if extras and rest and isinstance(batch, Batch):
+            is_batch = isinstance(batch, Batch)
+            *rest, last = batch.parts() if is_batch else self._parts(batch)
+            if extras and rest and is_batch:
                 self._warn_of_rows(extras, sum(map(len, batch.parts_indices)))
             total = Metrics({})
             for part in rest:
