@@ -458,15 +458,18 @@ class Arrivals:
     def _broadcast(self, sending: Sending) -> dict[str, torch.Tensor]:
         """Run one broadcast, and return its tensors by name."""
         error: Exception | None = None
-        world, entries, tensors = self._world, sending.entries, list[torch.Tensor]()
+        world, entries = self._world, sending.entries
+
+        def empty() -> list[torch.Tensor]:
+            return [entry.empty().to(world.device) for entry in entries.values()]
+
         self.is_broken = True  # reset when the broadcast is complete
-        if world.rank == sending.root:
-            try:
+        try:
+            tensors = empty()
+            if world.rank == sending.root:
                 tensors = [self._mine[n].detach().to(world.device) for n in entries]
-            except Exception as raised:  # noqa: BLE001 - other ranks wait in the broadcast
-                error = raised
-        if not tensors:
-            tensors = [entry.empty().to(world.device) for entry in entries.values()]
+        except Exception as raised:  # noqa: BLE001 - other ranks wait in the broadcast
+            error, tensors = raised, empty()
         broadcast_(tensors, world, root=sending.root, label="with_world: hand over")
         self.is_broken = False
         if error is not None:

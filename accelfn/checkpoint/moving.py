@@ -18,7 +18,7 @@ from accelfn.base.arguments import call_mismatch
 from accelfn.base.tree import is_shard
 from accelfn.checkpoint import commit, files
 from accelfn.checkpoint.commit import Verdict
-from accelfn.checkpoint.elastic import Arrivals, receive, sendings, to_merge
+from accelfn.checkpoint.elastic import Arrivals, Source, receive, sendings, to_merge
 from accelfn.checkpoint.load import restore_from
 from accelfn.checkpoint.manifest import Manifest
 from accelfn.checkpoint.save import contents_of
@@ -129,10 +129,11 @@ def move(
     manifest, arrivals = handover
     fresh = _all_begin(state, world, meeting)
 
-    def take() -> TrainState:
+    def receive_all() -> Source:
         with arrivals.to_the_end():
-            return restore_from(fresh, lambda: receive(fresh, manifest, arrivals))
+            return receive(fresh, manifest, arrivals)
 
+    take = partial(restore_from, fresh, receive_all)
     new_state, _ = _run_on_all("receive the state", meeting, take, arrivals=arrivals)
     return new_state
 

@@ -330,7 +330,9 @@ class Batch:
         counts = {tree.num_rows(extra) for extra in extras}
         if counts != {sum(sizes)}:
             rows = " and ".join(map(str, sorted(counts))) or "no"
-            reason = f"the extras have {rows} rows, but the rank {sum(sizes)} samples"
+            reason = (
+                f"the extras have {rows} rows, but this rank has {sum(sizes)} samples"
+            )
             msg = f"batch.zip: {reason}. Pass a row for each, such as table[batch.indices]."
             raise BatchError(msg)
         spans = pairwise([0, *accumulate(sizes)])
