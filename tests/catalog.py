@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One example of every public transform, with facts that the property tests need about it."""
 
+from contextlib import suppress
+
 import attrs
 from hypothesis import find
 from hypothesis import strategies as st
@@ -82,22 +84,15 @@ CATALOG += [
 """A transform without an entry above has the first that its row draws."""
 
 
-_APART = af.local_sgd, af.diloco
-
-
 def stacks(max_size: int = 9) -> st.SearchStrategy[tuple[object, ...]]:
     """Draw some of the catalog's transforms, in any order, that compose."""
     values = [entry.transform for entry in CATALOG]
 
     def composable(order: list[object]) -> tuple[object, ...]:
-        # wrap_ddp reduces gradients, others say they are not: one of them
-        ways = [t for t in order if isinstance(t, (af.wrap_ddp, *_APART))]
-        kept = [t for t in order if t not in ways[1:]]
-        if any(isinstance(t, af.diloco) for t in kept):  # it says what is evaluated
-            kept = [t for t in kept if not isinstance(t, af.ema)]
-        if any(isinstance(t, _APART) for t in kept):  # there ranks differ
-            agreeing = (af.check_replicas, af.sync_batchnorm, af.context_parallel)
-            kept = [t for t in kept if not isinstance(t, agreeing)]
+        kept = af.chain()
+        for transform in order:
+            with suppress(af.errors.CompositionError):
+                kept = af.chain(kept, transform)
         return tuple(kept)
 
     return st.lists(

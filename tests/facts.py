@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables for the reference: the facts that accelfn's transforms declare, reject and need.
+"""Tables for the reference: what accelfn's transforms do, and the facts that they declare.
 
-`python -m tests.facts` writes the tables into docs/reference/. A transform's facts are those of
-the first example in its catalog entry.
+`python -m tests.facts` writes the tables into docs/reference/. What a transform does is in its
+docstring. Its facts are those of the first example in its catalog entry.
 """
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.internals import FACTS, chain, facts_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "transforms-custom.md"
 DEEPSPEED = PAGE.with_name("deepspeed.md")
+SUMMARY = PAGE.with_name("transforms.md")
 _PART = re.compile(r"(<!-- facts -->\n).*?(<!-- end of facts -->)", flags=re.DOTALL)
 _CARD = re.compile(r"^## `af\.(\w+)`\n(.*?)(?=^## |\Z)", flags=re.MULTILINE | re.DOTALL)
 VARIANTS: tuple[Any, ...] = (
@@ -71,6 +73,23 @@ def transforms_table(transforms: list[Any]) -> str:
     return "\n".join(rows) + "\n"
 
 
+def summary_table() -> str:
+    """Return what each transform does: the first paragraph and "Acts on" of its docstring."""
+    rows = ["| transform | what it does | acts on |", "| --- | --- | --- |"]
+    pages = {
+        name: path.name
+        for path in (DEEPSPEED, *PAGE.parent.glob("transforms*.md"))
+        for name, _ in _CARD.findall(path.read_text())
+    }
+    for each in sorted(public(), key=lambda each: each.__name__):
+        name, text = each.__name__, inspect.getdoc(each) or ""
+        parts = [part.replace("\n", " ") for part in text.split("\n\n")]
+        (acts,) = (part[9:-1] for part in parts if part.startswith("Acts on: "))
+        link = f"[`{name}`]({pages[name]}#af{name})"
+        rows.append(f"| {link} | {parts[0].removesuffix('.')} | {acts} |")
+    return "\n".join(rows) + "\n"
+
+
 def cards() -> str:
     """Return the text of all pages about transforms."""
     return "".join(map(Path.read_text, sorted(PAGE.parent.glob("transforms*.md"))))
@@ -79,8 +98,11 @@ def cards() -> str:
 def page(path: Path) -> str:
     """Return a page with the tables as they are now."""
     text = path.read_text(encoding="utf-8")
-    tables = facts_table() if path == PAGE else ""
-    tables += transforms_table(shown(cards() if path == PAGE else text))
+    if path == SUMMARY:
+        tables = summary_table()
+    else:
+        tables = facts_table() if path == PAGE else ""
+        tables += transforms_table(shown(cards() if path == PAGE else text))
     return _PART.sub(lambda found: f"{found[1]}{tables}{found[2]}", text)
 
 
@@ -97,7 +119,7 @@ def public() -> set[type]:
 
 
 if __name__ == "__main__":
-    for path in (PAGE, DEEPSPEED):
+    for path in (PAGE, DEEPSPEED, SUMMARY):
         is_new = path.read_text(encoding="utf-8") != page(path)
         path.write_text(page(path), encoding="utf-8")
         print(f"{path}: {'changed' if is_new else 'as it was'}")  # noqa: T201

@@ -7,12 +7,13 @@ import accelfn as af
 from tests import facts
 
 
-def test_the_tables_of_the_page_are_those_of_the_code():
+@pytest.mark.parametrize("page", [facts.PAGE, facts.SUMMARY])
+def test_the_tables_of_a_page_are_those_of_the_code(page):
     """`python -m tests.facts` writes them."""
-    text = facts.PAGE.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
 
     assert "<!-- facts -->" in text
-    assert text == facts.page(facts.PAGE)
+    assert text == facts.page(page)
 
 
 def test_the_table_of_deepspeed_is_that_of_the_code():
