@@ -30,6 +30,7 @@ from accelfn.checkpoint.background import (
 )
 from accelfn.checkpoint.commit import Contents, Lock, Phase, Save
 from accelfn.checkpoint.load import load
+from accelfn.checkpoint.mirror import Mirror
 from accelfn.checkpoint.save import (
     Given,
     States,
@@ -55,7 +56,7 @@ from accelfn.world import World
 
 
 def check_options(
-    keep: object, keep_best: object, best_is: object, every: object
+    keep: object, keep_best: object, best_is: object, every: object, mirror: object
 ) -> None:
     """Raise `ArgumentError` for invalid options of a store."""
     is_period = isinstance(every, timedelta) and every > timedelta()
@@ -72,6 +73,10 @@ def check_options(
         )
     elif not (every is None or arguments.is_integer(every, 1) or is_period):
         text = f"every={every!r}): expected a number of updates, a timedelta, or None."
+    elif not (mirror is None or isinstance(mirror, str)):
+        text = (
+            f'mirror={mirror!r}): expected a URL, such as "s3://bucket/run", or None.'
+        )
     else:
         return
     msg = f"af.CheckpointStore({text}"
@@ -272,6 +277,10 @@ class CheckpointStore:
             tensors to host memory. If the write fails, `wait`, `close` or the next `save`
             raises the error; that `save` still starts its own save. Only one save is pending at
             a time, and each rank must write its part within the world's timeout.
+        mirror: a URL of fsspec, such as "s3://bucket/run" (extra `accelfn[remote]`). After each
+            commit, rank 0 copies the new checkpoint there, and removes what the store has
+            removed. `restore` first copies the newest checkpoint, or that of `step`, from there
+            if the directory does not have it.
 
     Law: after a crash at any moment, `latest` is complete. It is the last checkpoint that
     `save` or `wait` confirmed, or a newer one. The store removes no checkpoint before it has
@@ -301,14 +310,16 @@ class CheckpointStore:
         frozen: Literal["write", "hash"] = "write",
         every: int | timedelta | None = None,
         async_: bool = True,
+        mirror: str | None = None,
     ) -> None:
         """Create the directory, and check that this process can write to it."""
-        check_options(keep, keep_best, best_is, every)
+        check_options(keep, keep_best, best_is, every, mirror)
         check_frozen(frozen)
         path = as_path("af.CheckpointStore(directory)", directory, "a directory")
         self.directory = path.absolute()
         self.keep, self.keep_best, self.best_is = keep, keep_best, best_is
         self.frozen, self.every, self.async_ = frozen, every, async_
+        self._mirror = None if mirror is None else Mirror(mirror)
         self._buffers: dict[str, Buffers] = defaultdict(Buffers)
         self._pending = PendingSave()
         self._lock: Lock | None = None
@@ -568,6 +579,8 @@ class CheckpointStore:
         """
         if job.rank == 0:
             self._retention.after(job.step)
+            if self._mirror is not None:
+                self._mirror.copy(self.directory)
 
     def _wait(self, world: World | None) -> None:
         error = self._join_pending(world)
@@ -613,6 +626,8 @@ class CheckpointStore:
             step: the requested step; None for the newest.
         """
         try:
+            if self._mirror is not None:
+                self._mirror.fetch(self.directory, step)
             steps = list(self.steps)
             newest = steps[-1] if steps else -1
             links = {
