@@ -46,7 +46,8 @@ class Mirror:
                     name
                 )  # files of a copy that was cut off, perhaps of other ranks
                 self._send(folder)
-        for name, is_whole in at_url.items():  # last, so that a whole checkpoint is always there
+        # last, so that the URL always has a whole checkpoint
+        for name, is_whole in at_url.items():
             if name not in local and (name in self._seen or not is_whole):
                 self._remove(name)
         self._seen |= local.keys()
