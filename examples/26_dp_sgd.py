@@ -76,6 +76,7 @@ def train(world: af.World, epochs: int = 20, parts: int = 1) -> dict[str, Tensor
 
 
 if __name__ == "__main__":
+    torch.manual_seed(0)  # noqa: TID251 - the model before training
     with af.World.from_env(device="cpu") as world:
         model = net()
         for says, params in ("before", {}), ("after", train(world)):
