@@ -150,6 +150,8 @@ def _names(value: Any) -> set[str]:
     """Return all names and strings in the code of a method, property or inner function."""
     if isinstance(value, str):  # a string may name an option: getattr(self, "scale")
         return {value}
+    if isinstance(value, tuple):
+        return set().union(*map(_names, value))
     body = inspect.unwrap(getattr(value, "fget", getattr(value, "func", value)))
     code = getattr(getattr(body, "__func__", body), "__code__", body)
     if not isinstance(code, CodeType) or code.co_filename.startswith("<attrs"):
