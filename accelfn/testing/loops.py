@@ -194,7 +194,10 @@ def quantities(
 def _of_module(source: Any, optimizer: Optimizer | None) -> dict[str, Any]:
     model = _unwrap(source)
     if not isinstance(model, nn.Module):
-        msg = f"quantities({source!r}): expected a TrainState, or a module and its optimizer."
+        msg = (
+            f"quantities({source!r}): expected a TrainState, or a torch.nn.Module and"
+            " optionally its optimizer."
+        )
         raise ArgumentError(msg)
     values: dict[str, Any] = {
         "params": dict(model.named_parameters()),
@@ -248,10 +251,12 @@ def _running(loop: Loop, steps: int) -> Generator[Iterator[Quantities]]:
             reports = iter(loop())
             yield islice(reports, steps + 1)
         finally:
-            if isinstance(reports, Generator):
-                reports.close()
-            random.setstate(python)
-            np.random.set_state(numbers)  # noqa: NPY002
+            try:
+                if isinstance(reports, Generator):
+                    reports.close()
+            finally:
+                random.setstate(python)
+                np.random.set_state(numbers)  # noqa: NPY002
 
 
 def _check(count: int, one: Quantities, two: Quantities, tolerance: Comparison) -> None:
