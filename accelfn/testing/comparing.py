@@ -471,7 +471,10 @@ def assert_collectives(
           all_reduce SUM, 4 bytes, 'barrier'
     """
     if not isinstance(run, Run):
-        msg = f"assert_collectives({type(run).__name__}, ...): expected the Run of simulate."
+        msg = (
+            f"assert_collectives({type(run).__name__}, ...): expected the Run that simulate"
+            " returned."
+        )
         raise ArgumentError(msg)
     file, text = Path(path), _text(run)
     if update:

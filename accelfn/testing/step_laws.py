@@ -159,7 +159,7 @@ def _check_takes_world(call: str, function: Callable[..., Any], result: str) -> 
         msg = (
             f"{call}: expected a function that takes a World and returns {result}, got"
             f" {type(function).__name__}. Each test run needs new states: create them in the"
-            " function, with world=world."
+            " function, with af.TrainState.create(..., world=world)."
         )
         raise ArgumentError(msg)
     error = arguments.call_mismatch(function, None)

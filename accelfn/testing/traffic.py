@@ -500,7 +500,9 @@ def communication(
     """
     sizes = list(dict.fromkeys(ranks))
     if not sizes or not all(arguments.is_integer(size, 2) for size in sizes):
-        msg = f"communication(ranks={sizes}): expected numbers, each 2 or more."
+        msg = (
+            f"communication(ranks={sizes}): expected numbers of ranks, each 2 or more."
+        )
         raise ArgumentError(msg)
     runs = {size: simulate(size, fn, axes=axes, device=device) for size in sizes}
     updates = {size: run.updates for size, run in runs.items()}
@@ -559,7 +561,10 @@ def _link(link: str) -> Link:
     try:
         megabits, milliseconds = map(float, link.split(","))
     except ValueError:
-        msg = f"--link {link!r}: expected megabits per second and milliseconds, as 1000,0.1."
+        msg = (
+            f"--link {link!r}: expected megabits per second and milliseconds of latency, such as"
+            " 1000,0.1."
+        )
         raise ArgumentError(msg) from None
     latency, bandwidth = milliseconds / 1000, megabits * _MEGABIT
     return Link(latency=latency, bandwidth=bandwidth, overhead=_TCP)

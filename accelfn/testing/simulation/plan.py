@@ -160,8 +160,9 @@ class Plan:
             raise ArgumentError(msg)
         if least is not None and self.axes:
             msg = (
-                f"simulate(axes={dict(self.axes)}, elastic={least}): in a world with axes, ranks"
-                " cannot continue without a lost rank's part. Leave out axes= or elastic=."
+                f"simulate(axes={dict(self.axes)}, elastic={least}): in a world with axes, the"
+                " other ranks cannot continue without a lost rank's part of the model or the work."
+                " Leave out axes= or elastic=."
             )
             raise ArgumentError(msg)
 
