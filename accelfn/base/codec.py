@@ -232,13 +232,11 @@ def _check_number(value: Any, path: str) -> None:
 
 def kind_of(tensor: torch.Tensor) -> str | None:
     """Return the kind of a tensor that is not dense or has no values; None for other tensors."""
-    kinds = {
-        "nested": tensor.is_nested,
-        "quantized": tensor.is_quantized,
-        str(tensor.layout).removeprefix("torch."): tensor.layout is not torch.strided,
-        "meta": tensor.is_meta,
-    }
-    return next((kind for kind, is_kind in kinds.items() if is_kind), None)
+    if tensor.is_nested or tensor.is_quantized:
+        return "nested" if tensor.is_nested else "quantized"
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout).removeprefix("torch.")
+    return "meta" if tensor.is_meta else None
 
 
 def _check_storable(tensor: torch.Tensor, path: str) -> None:
