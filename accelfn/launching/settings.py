@@ -300,8 +300,9 @@ class Settings:
             names = ("num_machines",)
         missing = [name for name in names if name not in static + dynamic]
         if missing:
-            flags = _join_flags(dynamic or static or ["num_machines"])
-            msg = f"{flags} needs {_join_flags(missing)} too."
+            flags = dynamic or ([] if isinstance(count, str) else static)
+            subject = _join_flags(flags) if flags else f"--num-machines {count}"
+            msg = f"{subject} needs {_join_flags(missing)} too."
             raise LaunchError(msg)
 
     @property
