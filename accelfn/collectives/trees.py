@@ -478,7 +478,10 @@ def _check_one_each(name: str, values: object, world: World) -> None:
     count = len(cast("Sequence[object]", values)) if is_list else None
     if count != world.size:
         actual = type(values).__name__ if count is None else f"{count} values"
-        msg = f"af.{name}: rank {world.rank} passed {actual}, not a list with one value per rank."
+        msg = (
+            f"af.{name}: rank {world.rank} passed {actual}; expected a list of {world.size}, one"
+            " value for each rank."
+        )
         raise ArgumentError(msg)
 
 

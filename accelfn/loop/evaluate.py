@@ -230,7 +230,10 @@ def _check_function(fn: object, extras: tuple[Any, ...]) -> None:
     keywords = {"sample_weight": None} if takes_weight(fn) else {}
     error = call_mismatch(fn, None, None, *extras, **keywords)
     if error is not None:
-        msg = f"af.evaluate and af.predict call fn(model, batch, *extras), but {fn!r}: {error}."
+        msg = (
+            f"af.evaluate and af.predict call fn(model, batch, *extras), which {fn!r} does not"
+            f" accept: {error}."
+        )
         raise LossError(msg) from error
 
 

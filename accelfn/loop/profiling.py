@@ -234,6 +234,9 @@ def _check_activities(activities: Any) -> list[torch_profiler.ProfilerActivity]:
     chosen = list(activities) if isinstance(activities, Iterable) else []
     if not chosen or not all(activity in possible for activity in chosen):
         names = ", ".join(sorted(f"ProfilerActivity.{kind.name}" for kind in possible))
-        msg = f"af.profile(activities={activities!r}): expected a list of some of {names}."
+        msg = (
+            f"af.profile(activities={activities!r}): expected a list. Here torch can record"
+            f" {names}, from torch.profiler."
+        )
         raise ArgumentError(msg)
     return chosen

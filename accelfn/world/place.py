@@ -290,7 +290,7 @@ def _of_step(env: Environment, *names: str) -> str:
             return env[name]
     msg = (
         f"The environment has SLURM_PROCID but lacks {' and '.join(names)}. Start the ranks with"
-        " srun, or set one of these variables."
+        " srun, which sets SLURM's variables, or set one of these yourself."
     )
     raise WorldError(msg)
 
