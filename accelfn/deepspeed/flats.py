@@ -397,10 +397,11 @@ def _check_alike(
     first: str,
     where: Flats,
 ) -> None:
-    lacking, one = [name for name in names if name not in entries], entries[first]
+    lacking = [name for name in names if name not in entries]
+    one, rest = entries[first], [item for item in entries.items() if item[0] != first]
     differ = [
         name
-        for name, entry in entries.items()
+        for name, entry in rest
         if entry.keys() != one.keys()
         or any(
             not _has_shape(key, one[key], first, where) and bool(one[key] != entry[key])
