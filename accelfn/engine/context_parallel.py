@@ -73,7 +73,7 @@ class Attention:
                 f"af.context_parallel: attn_mask has the shape {tuple(mask.shape)}, but ranks"
                 f" attend to {lengths[0]} x {lengths[1]} positions. Pass is_causal=True, or a"
                 " mask for all positions. accelfn splits tensors of the batch that have the dim"
-                " seq_dim, so make it a buffer of the model, or give it fewer dims."
+                " seq_dim, so make the mask a buffer of the model, or give it fewer dims."
             )
             raise LossError(msg)
 
@@ -488,8 +488,8 @@ def _check_ring(attention: Attention) -> None:
         raise LossError(msg)
     if attention.is_causal and attention.attn_mask is not None:
         msg = (
-            "af.context_parallel(ring=True): a call with both attn_mask and is_causal=True."
-            " Pass only one of the two: a mask can also hide later positions."
+            "af.context_parallel(ring=True): attention was called with both attn_mask and"
+            " is_causal=True. Pass only one of the two: a mask can also hide later positions."
         )
         raise LossError(msg)
     shared_by, rest = divmod(query.shape[HEADS], max(key.shape[HEADS], 1))

@@ -112,8 +112,9 @@ def _problems(module: nn.Module, units: list[nn.Module]) -> Iterator[str]:
         unit = _unit_of(name, module, unit_ids, names)
         if owner.setdefault(id(param), unit) != unit:
             yield (
-                f"{name!r} is shared by two places of the model, {owner[id(param)]} and {unit}."
-                " Pass units= so that both places are in one unit, or outside of all units."
+                f"{name!r} is shared by two places of the model, {owner[id(param)]} and {unit},"
+                " and both would gather it. Pass units= so that both places are in one unit, or"
+                " outside of all units."
             )
         if param.ndim:  # scalars are not sharded
             dtypes.setdefault(unit, {}).setdefault(param.dtype, name)

@@ -590,7 +590,8 @@ def check_elements(
     except Exception as error:
         msg = (
             f"{caller}: accelfn tests with small parameters whether {kind} updates each element"
-            f" independently, but in this test {kind} raised {error!r}. Use another or af.wrap_ddp."
+            f" independently, but in this test {kind} raised {error!r}. Use another optimizer, or"
+            " af.wrap_ddp."
         )
         raise OptimizerError(msg) from error
     if differ:

@@ -519,8 +519,8 @@ def check_words(plan: Mapping[str, str], *, sequence: bool) -> None:
     for name, word in plan.items():
         if word in OF_SEQUENCES and not sequence:
             msg = (
-                f"af.tensor_parallel: the plan says {word!r} for {name!r}, which needs"
-                " sequences that are split between layers. Pass sequence=True, or another plan."
+                f"af.tensor_parallel: the plan says {word!r} for {name!r}, which needs sequences"
+                " that are split between layers. Pass sequence=True, or remove it from the plan."
             )
             raise ArgumentError(msg)
 

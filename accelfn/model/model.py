@@ -659,7 +659,7 @@ def parameters_on_meta(
         if is_lazy(param):
             msg = (
                 f"{type(module).__name__} has a lazy parameter {name}, which has no shape before"
-                " the first call. Use one with all sizes, as nn.Linear(in_features, out_features)."
+                " the first call. Use a layer with sizes: nn.Linear(in_features, out_features)."
             )
             raise ModelError(msg)
         if param not in copies:  # a tied parameter remains one tensor

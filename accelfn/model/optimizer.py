@@ -811,7 +811,7 @@ class PerParameter(Optimizer):
             if self.adapts and param.ndim not in _MOMENTS:
                 msg = (
                     f"{kind.__name__} supports only vectors and matrices, but {name!r} has the"
-                    f" shape {tuple(param.shape)}. Use af.combine_optimizers."
+                    f" shape {tuple(param.shape)}. Add an optimizer for it: af.combine_optimizers."
                 )
                 raise OptimizerError(msg)
 

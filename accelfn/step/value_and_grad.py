@@ -429,8 +429,8 @@ def _check_planned(
     setup = state.definition.setup
     owner = next(e for e in setup if "steps_in_backward" in facts_of(e))
     msg = (
-        f"af.value_and_grad: {owner!r} frees each gradient during the backward pass, so it cannot"
-        " be returned. Use af.make_step(loss_fn), or remove this transform."
+        f"af.value_and_grad: {owner!r} frees each gradient during the backward pass, so none is"
+        " left to return. Use af.make_step(loss_fn), or remove this transform from the setup."
     )
     raise GradsError(msg)
 
@@ -530,7 +530,7 @@ def check_update(state: TrainState, grads: Grads) -> None:
     if grads.taken.trained not in (None, trainable):
         differ = sorted({*grads.taken.trained} ^ {*trainable})
         msg = (
-            "These gradients were computed with other trainable parameters; they differ in"
+            "These gradients were computed with other trainable parameters, which differ in"
             f" {', '.join(differ[:5])}. Compute them again after state.with_trainable(...)."
         )
         raise GradsError(msg)

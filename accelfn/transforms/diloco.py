@@ -450,7 +450,7 @@ class diloco:
         if any("train_mode" in group for group in prototype.param_groups):
             msg = (
                 f"{self!r}: the outer optimizer {type(prototype).__name__} is schedule-free: it"
-                " evaluates other parameters than the anchor. Use torch.optim.SGD."
+                " evaluates other parameters than the anchor. Use another, such as torch.optim.SGD."
             )
             raise OptimizerError(msg)
         if layout is not None:

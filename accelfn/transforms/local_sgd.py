@@ -39,8 +39,9 @@ def _are_parts(owner: Any, _field: object, value: Any) -> None:
     if not good:
         msg = (
             f"af.local_sgd(sync_every={owner.sync_every}, neighbours={value!r}): expected a"
-            f" dict from periods to group sizes, such as {{4: 8}}. Each period must divide the"
-            " next longer one, and the longest sync_every. Group sizes must divide the next one."
+            " dict from periods to group sizes, such as {4: 8}. Each period must divide the next"
+            " longer period, and the longest must divide sync_every. Each group size must divide"
+            " the next larger size."
         )
         raise ArgumentError(msg)
 
