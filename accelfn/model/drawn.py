@@ -324,10 +324,13 @@ def draw_params(
         ModelError: no module sets a parameter in the same way as the factory.
     """
     params: dict[str, torch.Tensor] = {}
-    drawing = _Drawing(model, keep, params, dict.fromkeys(model.places, ""))
+    drawing = _Drawing(model, keep, params, {})
     for where, module in reversed(list(model.module.named_modules())):
+        begin = f"{where}." if where else ""
+        # add names module by module: thousands of experts would make the search below slow
+        names = (begin + key for key in module._parameters)
+        drawing.pending.update({name: "" for name in names if name in model.places})
         for call, init in _initializers(model.module, where, module):
-            begin = f"{where}." if where else ""
             due = [name for name in drawing.pending if name.startswith(begin)]
             if not due:
                 break
