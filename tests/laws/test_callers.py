@@ -14,7 +14,7 @@ from unittest import mock
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -151,6 +151,9 @@ class KilledError(BaseException):
     "writer", sorted(WRITERS.keys() - {"a store"})
 )  # it has a lock
 @given(size=st.integers(1, 2), at=st.integers(0, 20))
+@example(size=1, at=2)
+@example(size=1, at=3)
+@example(size=1, at=4)
 def test_whatever_is_cut_off_is_there_whole_or_not(
     writer: str, size: int, at: int
 ) -> None:

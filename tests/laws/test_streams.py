@@ -227,7 +227,9 @@ def test_a_stream_goes_on_where_it_was_cut(
     kind=st.sampled_from(sorted(STATEFUL)),
 )
 @few
-def test_workers_that_read_ahead_are_resumed(workers, data, legs, kind):
+def test_workers_that_read_ahead_are_resumed(
+    workers: int, data: st.DataObject, legs: list[tuple[int, int]], kind: str
+) -> None:
     """What workers had read ahead of a cut comes again, and nothing else does."""
     case = attrs.evolve(data.draw(cases(workers)), parts=1)
     found = in_legs(legs, lambda _: case.data(STATEFUL[kind](case.n)), seed=case.seed)
