@@ -607,6 +607,7 @@ def _exchange_tensors(
     with naming(label, world):
         flat = torch.cat(outgoing)
         dist.all_to_all_single(incoming, flat, totals, sizes, group=world.group)
+    del outgoing, flat  # free their memory before the copies below
     for row, count, data in zip(shapes, counts, incoming.split(totals), strict=True):
         parts = zip(lists[0], row, data.split(count), strict=True)
         yield [part.clone().view(leaf.dtype).view(shape) for leaf, shape, part in parts]
