@@ -87,6 +87,16 @@ def test_gradients_of_another_set_are_refused():
         af.apply_grads(one.copy(), grads)
 
 
+def test_hashes_are_of_what_was_never_trained(tmp_path):
+    """`frozen="hash"` writes what was trained before it was frozen, and it comes back."""
+    state, _ = STEP(create(), X)
+    state = state.with_trainable(in_head)
+    af.save(state, tmp_path / "saved", frozen="hash")
+    loaded = af.load(create(seed=1), tmp_path / "saved", allow=("trainable",))
+    for name, param in state.params.items():
+        assert torch.equal(param, loaded.params[name])
+
+
 def test_a_resume_after_a_thaw_warns_with_the_code_to_write(tmp_path):
     """A run that froze at one update and resumes later trains another set: `load` warns."""
 
@@ -130,6 +140,47 @@ def test_local_sgd_averages_what_was_trained():
 
     for found in simulate(2, train):
         assert all(torch.equal(each, torch.full((4,), 0.1)) for each in found)
+
+
+def half_frozen():
+    """Return a model of which a part is frozen, and an optimizer over all of it."""
+    torch.manual_seed(0)
+    model = Net()
+    for name, param in model.named_parameters():
+        param.requires_grad_(in_head(name, param))
+    return {"model": model, "optimizer": ADAMW(model.parameters())}
+
+
+@pytest.mark.parametrize("thawed", [True, False])
+def test_local_sgd_averages_what_is_thawed(thawed):
+    """What ranks train apart agrees after an average, whenever it was thawed or frozen again."""
+
+    def train(world):
+        state = create(
+            setup=af.chain(af.shard_data(), af.local_sgd(sync_every=2)),
+            data=af.Data(X[:7], global_batch_size=7),
+            world=world,
+            **(half_frozen() if thawed else {}),
+        )
+        seen = []
+        for batch in af.batches(state, until_epoch=6):
+            state, _ = STEP(state, batch)
+            if thawed and state.step == 2:
+                state = state.with_trainable(not_fixed)
+            if not thawed and state.step == 3:
+                state = state.with_trainable(in_head)
+            seen.append({n: p.clone() for n, p in state.params.items()})
+        return seen
+
+    one, two = simulate(2, train)
+    for step, (mine, other) in enumerate(zip(one, two, strict=True), start=1):
+        agree = {n: torch.equal(mine[n], other[n]) for n in mine}
+        assert agree["fixed"]
+        if step % 2 == 0:
+            assert all(agree.values())
+        else:
+            assert not agree["head.weight"]
+    assert not torch.equal(one[1]["body.weight"], one[5]["body.weight"])
 
 
 # What is refused.
