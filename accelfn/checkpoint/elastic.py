@@ -369,7 +369,7 @@ def _merge_by_average(state: TrainState, source: Source) -> Source:
         msg = (
             f"{source.folder} was saved on {manifest.world_size} ranks that had different"
             f" {', '.join(without or manifest.differs)}, and these cannot be averaged. Load it on"
-            f" {manifest.world_size} ranks with the saved setup and axes, or save equal values."
+            f" {manifest.world_size} ranks with its setup and axes, or save when they are equal."
         )
         raise CheckpointError(msg)
     (transform,) = merging

@@ -556,7 +556,7 @@ def kept_of(source: Source, state: TrainState) -> dict[str, torch.Tensor]:
         more = f" With other values: {list_names(differing)}." if differing else ""
         msg = (
             f'{source.folder} was saved with frozen="hash", so the state must have the same frozen'
-            f" parameters.{lacks}{more} Load their values into the model with af.import_model."
+            f" parameters.{lacks}{more} First load their values with af.import_model."
         )
         raise CheckpointError(msg)
     return {n: clone_shards(p) if is_shard(p) else p.clone() for n, p in params.items()}

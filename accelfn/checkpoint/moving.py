@@ -159,8 +159,8 @@ def _restore_lost(fresh: TrainState, restore: Restore, error: StateError) -> Tra
     result = restore(fresh)
     if not isinstance(result, TrainState):
         msg = (
-            f"af.regroup(state, restore={restore!r}) returned {type(result).__name__}; expected the"
-            " loaded state. Pass store.restore, or functools.partial(af.load, directory=...)."
+            f"af.regroup(restore={restore!r}): it returned {type(result).__name__}; expected"
+            " the loaded state. Pass store.restore, or functools.partial(af.load, directory=...)."
         )
         raise ArgumentError(msg)
     if result is fresh or result.world is not fresh.world:
@@ -422,7 +422,7 @@ def _check(restore: object, state: TrainState) -> None:
         text = restore if callable(restore) else type(restore).__name__
         msg = (
             f"af.regroup(state, restore={text}): cannot call restore(state): {why}. Pass a function"
-            " that loads a checkpoint into a state, such as restore of an af.CheckpointStore."
+            " that loads a checkpoint into a state, such as store.restore."
         )
         raise ArgumentError(msg)
 

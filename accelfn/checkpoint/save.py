@@ -87,8 +87,8 @@ def _with_objects(value: Any, current: Any, path: str) -> Any:
     if isinstance(value, ObjectState):
         if not has_state(current):
             msg = (
-                f"{path} was saved from an object with state_dict(), but this state has a"
-                f" {type(current).__name__}. Write state = state.with_slot(name, object) first."
+                f"{path} was saved from an object with state_dict(), but this state has"
+                f" {type(current).__name__} there. Write state = state.with_slot(name, object)."
             )
             raise CheckpointError(msg)
         fresh: Any = copy.deepcopy(current)

@@ -126,7 +126,7 @@ def _check_batching(data: "Data") -> None:
     elif sampler is not None:
         if not all(hasattr(sampler, name) for name in ("__iter__", "__len__")):
             kind = type(sampler).__name__
-            advice = "Pass lists of indices, in an object with __iter__ and __len__"
+            advice = "Pass a list of lists of indices, or an object that yields them"
             why = f"(batch_sampler=...): {kind} is not iterable, or has no length. {advice}."
         elif data.order is not None or data.shuffle or data.remainder != "short":
             reason = "the sampler determines the samples of every batch"
@@ -182,7 +182,7 @@ def _check_stream(data: "Data") -> None:
         raise DataError(msg)
     if isinstance(data.dataset, Iterator):
         advice = "Pass an object that starts from its first sample at each __iter__"
-        msg = f"af.Data: a {kind} can be read only once. {advice}."
+        msg = f"af.Data: a {kind} can be read only once. {advice}, such as an IterableDataset."
         raise DataError(msg)
     is_ordered = data.shuffle or data.order is not None
     if is_ordered or not isinstance(data.global_batch_size, int):
@@ -193,7 +193,7 @@ def _check_stream(data: "Data") -> None:
         why = f"(sharded=True): {reason}. Leave out dispatch= and remainder=."
     elif data.num_workers and (data.dispatch or isinstance(data.dataset, DataLoader)):
         advice = "Leave out num_workers=, or use workers inside the stream"
-        why = f"(num_workers={data.num_workers}): only one process reads it. {advice}."
+        why = f"(num_workers={data.num_workers}): only one process reads this stream. {advice}."
     if why:
         raise ArgumentError(f"af.Data{why}")  # noqa: EM102 - the message is complete
     if promised_length(data.dataset) == 0:

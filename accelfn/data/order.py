@@ -420,7 +420,7 @@ def refuse_distributed(sampler: Any) -> None:
     inner = getattr(sampler, "sampler", None)  # a batch sampler has an inner sampler
     if isinstance(sampler, DistributedSampler) or isinstance(inner, DistributedSampler):
         reason = "A DistributedSampler already splits the samples among ranks"
-        advice = "Leave it out and pass shuffle=True, or pass a sampler of all samples"
+        advice = "Leave it out and pass shuffle=True, or pass a sampler that yields all samples"
         msg = f"{reason}, and af.shard_data() would split them again. {advice}."
         raise DataError(msg)
 

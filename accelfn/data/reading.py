@@ -326,9 +326,11 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Pair]:
         """Read the whole stream, and yield this worker's updates."""
-        info = get_worker_info()
-        # a dataset that splits itself by `get_worker_info()` must yield all samples here
-        torch_worker._worker_info = None  # pyright: ignore[reportPrivateUsage]
+        # without own workers, this process may be a worker of another DataLoader
+        info = get_worker_info() if self.data.num_workers else None
+        if info is not None:
+            # a dataset that splits itself by `get_worker_info()` must yield all samples here
+            torch_worker._worker_info = None  # pyright: ignore[reportPrivateUsage]
         number, count = (0, 1) if info is None else (info.id, info.num_workers)
         for i, (update, samples) in enumerate(self.updates()):
             if i % count == number:
@@ -398,7 +400,7 @@ class Stream(IterableDataset[Any]):
         kind = type(self.data.dataset).__name__
         if start.samples:
             place = f"sample {start.samples} of epoch {start.epoch}"
-            msg = f"{kind} has no more samples at {place}, to resume there. Was it changed?"
+            msg = f"{kind} has no more samples at {place}, to resume there. Was the stream changed?"
         elif count:
             raise dropped_error(self.data, count)
         else:
@@ -761,7 +763,7 @@ def _equal_batches(items: Iterator[Any], ranks: World, ends: str) -> Iterator[Ba
         without = [rank for rank, has_batch in enumerate(flags) if not has_batch]
         if without and ends == "together":
             counts = f"{number} batches, but other ranks have {number + 1} or more"
-            advice = 'Give all ranks as many, or pass ends="last" or ends="first"'
+            advice = 'Give all ranks the same number, or pass ends="last" or "first"'
             msg = f"af.join_uneven: rank {without[0]} has {counts}. {advice}."
             raise DataError(msg)
         if without and number == 0:

@@ -242,7 +242,7 @@ def _check(scheduler: Any, optimizer: Optimizer) -> None:
         why = "but it must return a torch LRScheduler."
     elif scheduler.optimizer is not optimizer:
         advice = "Use the argument: lambda optimizer: StepLR(optimizer, 10)"
-        why = f"but for another optimizer, so learning rates would never change. {advice}."
+        why = f"but for another optimizer than its argument, so rates would never change. {advice}."
     if why:
         msg = f"af.schedules.from_torch: the factory returned {kind}, {why}"
         raise ArgumentError(msg)
@@ -447,7 +447,7 @@ class FactorRates:
             if "lr" not in group:
                 options = sorted(group.keys() - STRUCTURE)
                 names = ", ".join(map(repr, options)) or "params"
-                reason = f"it sets 'lr', but parameter group {i} has only {names}"
+                reason = f"schedules set 'lr', but parameter group {i} has only {names}"
                 advice = "Leave out the schedule, or set options in the method hyper of a transform"
                 msg = f"TrainState.create(schedule=...): {reason}. {advice}."
                 raise OptimizerError(msg)
