@@ -465,9 +465,10 @@ class Arrivals:
 
         self.is_broken = True  # reset when the broadcast is complete
         try:
-            tensors = empty()
             if world.rank == sending.root:
                 tensors = [self._mine[n].detach().to(world.device) for n in entries]
+            else:
+                tensors = empty()
         except Exception as raised:  # noqa: BLE001 - other ranks wait in the broadcast
             error, tensors = raised, empty()
         broadcast_(tensors, world, root=sending.root, label="with_world: hand over")

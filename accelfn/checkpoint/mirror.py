@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Mirror`: copies of a store's checkpoints in an object store, such as S3, by fsspec."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from accelfn.base.arguments import exists, package
@@ -40,6 +41,8 @@ class Mirror:
             path.name: path for path in manifest.checkpoints_in(directory).values()
         }
         at_url = self._names()
+        if not self._seen:
+            self._check_same_run(local, at_url)
         for name, folder in local.items():
             if not at_url.get(name):
                 self._remove(
@@ -73,6 +76,25 @@ class Mirror:
                 self._files.get_file(path, str(target))
             for path in partial.rglob("*"):
                 files.flush(path)
+
+    def _check_same_run(
+        self, local: Mapping[str, Path], at_url: Mapping[str, bool]
+    ) -> None:
+        """Raise `ArgumentError` if the URL has newer checkpoints, or others of equal steps."""
+        newest = max(local)
+        for name in (name for name, is_whole in at_url.items() if is_whole):
+            path = f"{self._root}/{name}/{manifest.NAME}"
+            is_other = (
+                name in local
+                and self._files.cat_file(path)
+                != (local[name] / manifest.NAME).read_bytes()
+            )
+            if name > newest or is_other:
+                msg = (
+                    f"af.CheckpointStore(mirror=...): {self._root} has another run's {name}. Call"
+                    " store.restore before the first save to continue that run, or use another URL."
+                )
+                raise ArgumentError(msg)
 
     def _names(self) -> dict[str, bool]:
         """Return the names of the checkpoints at the URL, and whether each is whole."""

@@ -142,6 +142,27 @@ def test_a_failed_copy_is_made_up_for_by_the_next():
         assert whole_steps() == {1, 2}
 
 
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_another_run_at_the_url_is_not_mixed_with_this_one(num_updates):
+    """The first save raises an error, if the URL has another checkpoint or a newer one."""
+    MemoryFileSystem.store.clear()
+    step = af.make_step(lambda model, x: model(x).square().mean())
+    for seed, number in ((0, 2), (1, num_updates)):
+        state, expected = create(af.World(), seed), contextlib.nullcontext()
+        if seed == 1:
+            expected = pytest.raises(
+                af.errors.CheckpointWriteError, match="another run's"
+            )
+        with (
+            lent() as root,
+            af.CheckpointStore(root, async_=False, mirror=URL) as store,
+        ):
+            for _ in range(number):
+                state, _ = step(state, torch.ones(2, 3))
+            with expected:
+                store.save(state)
+
+
 @pytest.mark.parametrize("url", ["no-such-protocol://run", 3])
 def test_an_impossible_url_is_rejected(url, tmp_path):
     """The error shows what was passed."""
