@@ -449,9 +449,8 @@ def _skips_whole(members: Sequence[Any], build: Around) -> Law:
     def law(subject: Subject) -> str | None:
         def rank(world: World) -> str | None:
             try:
-                trial = subject.within(
-                    build([*members, skips_updates(name="skips_often")])
-                )
+                often = attrs.evolve(skips_updates(), name="skips_often")
+                trial = subject.within(build([*members, often]))
             except CompositionError:
                 return None  # the transform does not allow skips
             states = trial.advance(trial.start(world), 0, subject.updates)
