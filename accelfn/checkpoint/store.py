@@ -609,11 +609,17 @@ class CheckpointStore:
         Raises:
             CheckpointError: rank 0 cannot list the steps, or the requested step is missing.
         """
-        answer = self._list_steps(step) if world.is_main else None
+        answer: list[int] | str | None = None
+        cause: Exception | None = None
+        if world.is_main:
+            try:
+                answer = self._list_steps(step)
+            except Exception as error:  # noqa: BLE001 - other ranks wait in the broadcast
+                answer, cause = commit.format_error(error), error
         steps = broadcast_object(answer, world, label="store: restore")
         if isinstance(steps, str):
             msg = f"{self.directory}: cannot find the newest checkpoint: {steps}"
-            raise CheckpointError(msg)
+            raise CheckpointError(msg) from cause
         if step is not None and step not in steps:
             msg = f"{self.directory} has no checkpoint of step {step}, only of: {steps or 'none'}."
             raise CheckpointError(msg)
@@ -625,21 +631,18 @@ class CheckpointStore:
         Args:
             step: the requested step; None for the newest.
         """
-        try:
-            if self._mirror is not None:
-                self._mirror.fetch(self.directory, step)
-            steps = list(self.steps)
-            newest = steps[-1] if steps else -1
-            links = {
-                link_step: path
-                for path in self.directory.iterdir()
-                if (link_step := manifest.step_of(path)) is not None
-                and link_step > newest
-                and path.is_symlink()
-                and not arguments.exists(path)
-            }
-        except Exception as error:  # noqa: BLE001 - other ranks wait for the answer
-            return commit.format_error(error)
+        if self._mirror is not None:
+            self._mirror.fetch(self.directory, step)
+        steps = list(self.steps)
+        newest = steps[-1] if steps else -1
+        links = {
+            link_step: path
+            for path in self.directory.iterdir()
+            if (link_step := manifest.step_of(path)) is not None
+            and link_step > newest
+            and path.is_symlink()
+            and not arguments.exists(path)
+        }
         if not links or step is not None:
             return steps
         broken = links[max(links)]
