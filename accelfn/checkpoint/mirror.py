@@ -45,9 +45,8 @@ class Mirror:
             self._check_same_run(local, at_url)
         for name, folder in local.items():
             if not at_url.get(name):
-                self._remove(
-                    name
-                )  # files of a copy that was cut off, perhaps of other ranks
+                # a copy that was cut off may have left files of another number of ranks
+                self._remove(name)
                 self._send(folder)
         # last, so that the URL always has a whole checkpoint
         for name, is_whole in at_url.items():
