@@ -20,7 +20,7 @@ from accelfn import errors as _errors
 from accelfn.base.arguments import find_hint as _find_hint
 from accelfn.base.arguments import import_later as _import_later
 from accelfn.base.arguments import names_for_later as _names_for_later
-from accelfn.base.torch_version import check_floor as _check_floor
+from accelfn.base.system import check_floor as _check_floor
 
 _check_floor()
 _BUILTINS = ("compile",)
@@ -88,6 +88,12 @@ if _typing.TYPE_CHECKING:
     from accelfn.loop.run import stopping as stopping
     from accelfn.model.optimizer import combine_optimizers as combine_optimizers
     from accelfn.model.optimizer import lomo as lomo
+    from accelfn.model_parallel.context_parallel import (
+        context_parallel as context_parallel,
+    )
+    from accelfn.model_parallel.tensor_parallel import (
+        tensor_parallel as tensor_parallel,
+    )
     from accelfn.state.results import Grads as Grads
     from accelfn.state.results import Loss as Loss
     from accelfn.state.results import Metrics as Metrics
@@ -111,7 +117,6 @@ if _typing.TYPE_CHECKING:
     from accelfn.transforms.clip import clip_grad_norm as clip_grad_norm
     from accelfn.transforms.clip import clip_grad_value as clip_grad_value
     from accelfn.transforms.compile import compile as compile  # noqa: A004 - torch's name
-    from accelfn.transforms.context_parallel import context_parallel as context_parallel
     from accelfn.transforms.data_parallel import check_replicas as check_replicas
     from accelfn.transforms.data_parallel import compress_grads as compress_grads
     from accelfn.transforms.data_parallel import shard_data as shard_data
@@ -131,7 +136,6 @@ if _typing.TYPE_CHECKING:
     from accelfn.transforms.saving_memory import (
         optimizer_in_backward as optimizer_in_backward,
     )
-    from accelfn.transforms.tensor_parallel import tensor_parallel as tensor_parallel
     from accelfn.weights.accelerate import import_state as import_state
     from accelfn.weights.device_map import plan_devices as plan_devices
     from accelfn.weights.export import export_model as export_model

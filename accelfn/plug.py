@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     # Seeds for the random number generators of a rank.
     from accelfn.base import draws as draws
 
-    # Calls of the operating system that macOS or Windows lack.
+    # Calls that macOS, Windows or older versions of torch lack.
     from accelfn.base import system as system
 
     # Trees of tensors: map, copy, move and slice them.
@@ -90,12 +90,6 @@ if TYPE_CHECKING:
 
     # The argument of a runner's forward: a batch, its weight and the extra arguments.
     from accelfn.engine.runner import Samples as Samples
-
-    # The state that all tensor-parallel layers of a model share.
-    from accelfn.engine.tensor_parallel import Layers as Layers
-
-    # The base class of layers that shard themselves along "tp".
-    from accelfn.engine.tensor_parallel import SelfSplittingLayer as SelfSplittingLayer
 
     # Passes a signal to the loop that waits for a signal.
     from accelfn.loop.run import deliver as deliver

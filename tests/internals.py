@@ -9,7 +9,7 @@ from importlib import import_module
 
 _NAMES = {
     "accelfn": ("cli", "collectives"),
-    "accelfn.base": ("arguments", "codec", "devices", "draws", "torch_version", "tree"),
+    "accelfn.base": ("arguments", "codec", "devices", "draws", "system", "tree"),
     "accelfn.base.arguments": (
         "check_integer",
         "explain_call_errors",
@@ -21,6 +21,7 @@ _NAMES = {
     "accelfn.base.codec": ("MAX_DEPTH",),
     "accelfn.base.draws": ("key",),
     "accelfn.base.tree": (
+        "wide",
         "Pending",
         "ReadOnly",
         "cut_axes",
@@ -65,7 +66,6 @@ _NAMES = {
         "few_bits",
         "gather_full",
         "gather_text",
-        "neighbors",
         "replicas",
         "sum_",
     ),
@@ -118,9 +118,7 @@ _NAMES = {
         "engine",
         "modules",
         "optimizer",
-        "vocabulary",
     ),
-    "accelfn.engine.context_parallel": ("Block", "join", "wide"),
     "accelfn.engine.engine": ("engine_of",),
     "accelfn.engine.fsdp": (
         "gather",
@@ -129,7 +127,6 @@ _NAMES = {
         "reduce_scatter_by_gloo",
     ),
     "accelfn.engine.optimizer": ("fused_step",),
-    "accelfn.engine.vocabulary": ("Scores", "gather_scores"),
     "accelfn.launching": ("agent", "script", "worker"),
     "accelfn.launching.agent": ("Agent", "Crew"),
     "accelfn.launching.machines": (
@@ -160,6 +157,9 @@ _NAMES = {
     "accelfn.loop.run": ("deliver",),
     "accelfn.model.model": ("materialize",),
     "accelfn.model.optimizer": ("parts_of",),
+    "accelfn.model_parallel": ("differentiable",),
+    "accelfn.model_parallel.attention": ("Block", "join"),
+    "accelfn.model_parallel.scores": ("Scores", "gather_scores"),
     "accelfn.state.results": ("GradInfo", "Lease"),
     "accelfn.state.update": ("Update",),
     "accelfn.step": ("step",),

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantize floats to 16, 8 or 4 bits: blocks of integers, each with a power-of-two scale.
+"""Average floats over ranks in 16, 8 or 4 bits: blocks of integers with power-of-two scales.
 
 With a power-of-two scale, the rounding error of a float is exact in the float's dtype. So a
 sender can keep the error without loss, and add it to the next message (error feedback).
 """
 
 from collections.abc import Callable
+from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 
 from accelfn.base.arguments import Number
 from accelfn.base.tree import Pending
 from accelfn.collectives.failures import check_same_tensors, start
-from accelfn.collectives.neighbors import Work, start_spread, start_swap
+from accelfn.collectives.packed import carries
 from accelfn.world import World
 
 BLOCK = 128
@@ -92,6 +94,60 @@ def _unpack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
     # a left shift and an arithmetic right shift extend the sign
     low, high = (codes << 4).view(torch.int8) >> 4, codes.view(torch.int8) >> 4
     return torch.stack([low, high], -1)
+
+
+# An asynchronous exchange of rows that uses both directions of a link at the same time.
+#
+# Gloo's all-to-all and all-gather send before they post their receives. The later of two ranks
+# finds the other's request, sends all of its data, and queues its own request behind this
+# data. So the two directions of the link are used one after the other. Here each rank posts all
+# receives before it sends. On a link of 1 Mbit/s, an exchange of 8-bit numbers took a fifth
+# less time. Gloo sends tensors of accelerators only in collectives, not in such messages.
+
+
+_TAG_OF_PAIRS = 0x6163
+"""The tag of accelfn's messages; a user's own messages should have other tags."""
+
+
+class Work(Protocol):
+    """A collective that has been started."""
+
+    def wait(self) -> object:
+        """Wait until the collective is complete."""
+        ...
+
+
+def start_swap(got: torch.Tensor, outgoing: torch.Tensor, ranks: World) -> Work:
+    """Start an all-to-all: send one row to each rank, and receive one row from each rank."""
+    if carries(ranks.group, got.device):
+        return _Messages(got, outgoing, ranks)
+    work = dist.all_to_all_single(got, outgoing, group=ranks.group, async_op=True)
+    return cast("Work", work)
+
+
+def start_spread(got: torch.Tensor, row: torch.Tensor, ranks: World) -> Work:
+    """Start an all-gather of one row per rank."""
+    if carries(ranks.group, got.device):
+        return _Messages(got, row.expand_as(got), ranks)
+    work = dist.all_gather(list(got), row, group=ranks.group, async_op=True)
+    return cast("Work", work)
+
+
+class _Messages:
+    """Point-to-point messages: one row to each other rank, and one row from each of them."""
+
+    def __init__(self, got: torch.Tensor, outgoing: torch.Tensor, ranks: World) -> None:
+        peers = [(ranks.rank + hop) % ranks.size for hop in range(1, ranks.size)]
+        among: dict[str, Any] = {"group": ranks.group, "tag": _TAG_OF_PAIRS}
+        receives = [dist.irecv(got[r], group_src=r, **among) for r in peers]
+        sends = [dist.isend(outgoing[r], group_dst=r, **among) for r in peers]
+        got[ranks.rank] = outgoing[ranks.rank]
+        self._works = cast("list[Work]", [*receives, *sends])
+        self._given = outgoing  # keeps the memory alive until it is sent
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 # Weighted mean of a vector over ranks, sent as quantized floats.

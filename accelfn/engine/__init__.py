@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines run losses and optimizer steps in PyTorch: DDP, FSDP, tensor parallelism."""
+"""Engines run losses and optimizer steps in PyTorch, on one rank, with DDP, or with FSDP."""

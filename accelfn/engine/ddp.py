@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelfn.base import draws, tree
 from accelfn.base.draws import NOTHING
-from accelfn.base.torch_version import ddp_options
+from accelfn.base.system import ddp_options
 from accelfn.collectives.failures import naming
 from accelfn.collectives.packed import pack, sum_, unpack_
 from accelfn.engine.doctor import reject_unused

@@ -7,8 +7,7 @@ why a step failed.
 
 import math
 import re
-from collections.abc import Container, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import pairwise
 from operator import is_
 from typing import Any, NoReturn, cast
@@ -18,9 +17,8 @@ import attrs
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
-from accelfn.base import devices, draws, tree
+from accelfn.base import tree
 from accelfn.base.arguments import advise, list_names, read_hints
 from accelfn.base.devices import on_host
 from accelfn.base.tree import cut_axes, is_shard, local
@@ -626,66 +624,3 @@ def reject_device_mismatch(
         " af.batches(state), or move your own batches: batch = batch.to(state.world.device)."
     )
     raise BatchError(msg) from error
-
-
-# Helpers to compare two ways to compute a loss (split and whole) on one sample.
-
-
-class Coarsest(TorchFunctionMode):
-    """A mode that records the lowest precision of torch's results, as their largest `eps`."""
-
-    def __init__(self) -> None:
-        """Start without results."""
-        super().__init__()
-        self.eps = 0.0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Call a function of torch, and record the precision of its result."""
-        del types
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.is_floating_point():
-            is_float32 = result.dtype is torch.float32
-            eps = devices.eps() if is_float32 else torch.finfo(result.dtype).eps
-            self.eps = max(self.eps, eps)
-        return result
-
-
-@contextmanager
-def preserve_model(model: nn.Module, device: torch.device) -> Generator[Any]:
-    """Set a model to evaluation mode in a `with` block, and restore the model afterwards.
-
-    Buffers and the default random generators are restored too.
-
-    Yields: a function that returns whether random numbers were drawn.
-    """
-    modules = [*model.modules()]
-    training = [module.training for module in modules]
-    tables = [(m._buffers, dict(m._buffers)) for m in modules]  # pyright: ignore[reportPrivateUsage]
-    try:
-        with torch.no_grad(), draws.seeded(0, device):
-            before = draws.generator_states(device)
-            for table, buffers in tables:
-                table.update(tree.clone(buffers))
-            model.eval()
-            yield lambda: draws.generator_states(device) != before
-    finally:
-        for module, was in zip(modules, training, strict=True):
-            module.training = was
-        for table, buffers in tables:
-            table.clear()
-            table.update(buffers)
-
-
-def first_of(batch: Any) -> Any:
-    """Return a batch's first sample, or the whole batch if its tensors differ in rows."""
-    try:
-        tree.num_rows(batch)
-    except BatchError:
-        return batch
-
-    def first(leaf: Any) -> Any:
-        return leaf[:1] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf
-
-    return tree.tree_map(first, batch)

@@ -42,10 +42,10 @@ from accelfn.engine.runner import (
     Samples,
     ShardedParams,
     build_module,
+    full_results,
     like,
     run_backward,
 )
-from accelfn.engine.vocabulary import gather_scores
 from accelfn.errors import LossError, ModelError
 from accelfn.state.results import Grads, Number
 from accelfn.world import World
@@ -349,7 +349,7 @@ class FunctionModule(nn.Module):
 
     def forward(self, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Call a function with the model, and return its result."""
-        return gather_scores(fn(self.module, *inputs))
+        return full_results(fn(self.module, *inputs))
 
 
 @attrs.frozen(kw_only=True)

@@ -211,14 +211,22 @@ def lend_module(
     buffers: Mapping[str, torch.Tensor],
 ) -> Callable[..., Any]:
     """Return a callable that runs `fn(model, ...)` in evaluation mode on these tensors."""
-    from accelfn.engine.vocabulary import gather_scores  # noqa: PLC0415 - for split layers
-
     model = build_module(definition, params, buffers).eval()
 
     def call(fn: Callable[..., Any], *inputs: Any) -> Any:
-        return gather_scores(fn(model, *inputs))
+        return full_results(fn(model, *inputs))
 
     return call
+
+
+def full_results(results: Any) -> Any:
+    """Gather the tensors of a tree that split layers returned; a collective if there are any."""
+    return tree.tree_map(_full_tensor, results)
+
+
+def _full_tensor(leaf: Any) -> Any:
+    is_split = isinstance(leaf, torch.Tensor) and hasattr(leaf, "full_tensor")
+    return cast("Any", leaf).full_tensor() if is_split else leaf
 
 
 # Convert the optimizer state of sharded parameters.

@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import nn
 
 from accelfn.errors import ArgumentError, ModelError
-from accelfn.plug import Layers, SelfSplittingLayer
+from accelfn.model_parallel.layers import Layers, SelfSplittingLayer
 
 # pyright: reportPrivateUsage=false
 

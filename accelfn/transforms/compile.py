@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelfn.base.arguments import option, truth
-from accelfn.base.torch_version import check_new
+from accelfn.base.system import check_new
 from accelfn.definition.transform import transform
 from accelfn.engine.compiled import Compiler, OneGraphRunner, TwoGraphs, compile_regions
 from accelfn.engine.engine import MakeRunner

@@ -21,7 +21,7 @@ from accelfn.base.arguments import (
     truth,
     value_of,
 )
-from accelfn.base.torch_version import check_new
+from accelfn.base.system import check_new
 from accelfn.collectives.replicas import check_values
 from accelfn.data import Plan
 from accelfn.definition.transform import facts_of, transform

@@ -397,7 +397,7 @@ ROWS = [
         name="between layers that are split",
         draws=in_split_layers,
         apart=f"{_OF_STATE} rank micro_batch call",
-        at="engine.tensor_parallel.PerRankRng.draw",
+        at="model_parallel.layers.PerRankRng.draw",
     ),
     Row(
         name="evaluate",

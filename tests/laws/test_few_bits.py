@@ -15,8 +15,8 @@ from accelfn.testing import simulate
 from tests.internals import (
     BLOCK,
     dequantize,
+    few_bits,
     mean_of,
-    neighbors,
     num_bytes,
     quantize,
     start_mean,
@@ -134,7 +134,7 @@ class Written:
 @given(
     ranks=st.integers(2, 4),
     columns=st.integers(1, 3),
-    start=st.sampled_from([neighbors.start_swap, neighbors.start_spread]),
+    start=st.sampled_from([few_bits.start_swap, few_bits.start_spread]),
     users=st.integers(0, 2),
 )
 def test_messages_carry_what_a_collective_does(ranks, columns, start, users):
@@ -142,7 +142,7 @@ def test_messages_carry_what_a_collective_does(ranks, columns, start, users):
 
     def program(world: af.World) -> None:
         rows = 100 * world.rank + torch.arange(ranks * columns).view(ranks, columns)
-        given = rows if start is neighbors.start_swap else rows[0]
+        given = rows if start is few_bits.start_swap else rows[0]
         expected, got = torch.empty(2, ranks, columns, dtype=torch.int64)
         start(expected, given, world).wait()
         to, sender = (world.rank + 1) % ranks, (world.rank - 1) % ranks
@@ -160,8 +160,8 @@ def test_messages_carry_what_a_collective_does(ranks, columns, start, users):
 
     written, of_gloo = Written(ranks), set[Any]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(neighbors, "dist", written)
-        patch.setattr(neighbors, "carries", lambda group, _: group in of_gloo)
+        patch.setattr(few_bits, "dist", written)
+        patch.setattr(few_bits, "carries", lambda group, _: group in of_gloo)
         simulate(ranks, program)
     each = ["asked"] * (ranks - 1) + ["sent"] * (ranks - 1)
     assert written.calls == [each] * ranks

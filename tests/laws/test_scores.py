@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.internals import Scores, gather_scores, vocabulary
+from tests.internals import Scores, differentiable, gather_scores
 from tests.strategies import differences
 
 TEXTS, LENGTH, WORDS = 2, 3, 12
@@ -136,7 +136,7 @@ def test_the_entropy_of_parts_is_that_of_the_whole(
         scale = number.clone().requires_grad_()
         seen: Any = mine
         if ranks.size > 1:
-            part = vocabulary.scatter_to_ranks(mine, -1, ranks)
+            part = differentiable.scatter_to_ranks(mine, -1, ranks)
             seen = Scores.of(part, ranks)
         lost = gather_scores(entropy(seen, scale, *given))
         lost.backward()
@@ -164,7 +164,7 @@ def test_no_rank_has_all_scores(each, way):
 
     def fn(world: af.World) -> None:
         ranks = world.along("tp")
-        seen = Scores.of(vocabulary.scatter_to_ranks(scores, -1, ranks), ranks)
+        seen = Scores.of(differentiable.scatter_to_ranks(scores, -1, ranks), ranks)
         entropy(seen, number, due, EACH[each], way, {"label_smoothing": 0.1})
 
     run = simulate(2, fn, axes={"tp": 2})
@@ -211,7 +211,7 @@ def test_every_other_function_sees_the_whole(name: str, size: int) -> None:
     def fn(world: af.World) -> Any:
         ranks = world.along("tp")
         return OTHERS[name](
-            Scores.of(vocabulary.scatter_to_ranks(scores, -1, ranks), ranks)
+            Scores.of(differentiable.scatter_to_ranks(scores, -1, ranks), ranks)
         )
 
     for found in simulate(size, fn, axes={"tp": size}):

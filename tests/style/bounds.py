@@ -20,6 +20,7 @@ SATELLITES = (
     "deepspeed",
     "weights",
     "megatron",
+    "model_parallel",
 )
 
 

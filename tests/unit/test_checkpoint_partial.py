@@ -361,7 +361,9 @@ def test_models_of_several_ranks_are_no_parts_of_one(tmp_path, size):
 
     def load(world):
         state = make(world, af.wrap_fsdp())
-        said = r"on 2 ranks that had different .*params.*Load it on 2 ranks with its setup"
+        said = (
+            r"on 2 ranks that had different .*params.*Load it on 2 ranks with its setup"
+        )
         with pytest.raises(af.errors.CheckpointError, match=said):
             af.load_part(state, tmp_path / "apart", ["params"], extra="ignore")
 

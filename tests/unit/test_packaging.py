@@ -13,7 +13,7 @@ import pytest
 
 import accelfn as af
 from tests.budget import at_night
-from tests.internals import configure, torch_version
+from tests.internals import configure, system
 from tests.waiting import HANGS
 
 ROOT = Path(__file__).parents[2]
@@ -124,16 +124,16 @@ def test_a_missing_package_names_its_extra(hidden, call, monkeypatch, tmp_path):
 
 def test_an_old_torch_names_the_newer_one(monkeypatch):
     """At import below the floor; at what needs more, above it. DDP has its older name."""
-    monkeypatch.setattr(torch_version, "VERSION", (2, 10))
+    monkeypatch.setattr(system, "VERSION", (2, 10))
     with pytest.raises(
         ImportError, match="needs torch 2.11 or later, but this is torch"
     ):
-        torch_version.check_floor()
-    monkeypatch.setattr(torch_version, "IS_OLD", True)
+        system.check_floor()
+    monkeypatch.setattr(system, "IS_OLD", True)
     for create in (af.wrap_fsdp, af.compile):
         with pytest.raises(af.errors.CompositionError, match=r"\(\) needs torch 2.13"):
             create()
-    options = torch_version.ddp_options({"forward_sync_buffers": False})
+    options = system.ddp_options({"forward_sync_buffers": False})
     assert options == {"broadcast_buffers": False}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores (logits) that are split over the ranks along "tp", and their collectives.
+"""Scores (logits) that are split over the ranks along "tp".
 
 Each rank has the scores of some words (tokens) of the vocabulary. Cross entropy is computed from
 split scores: ranks exchange three numbers per token, and no rank has the scores of all words.
@@ -9,118 +9,23 @@ needs memory for the scores of all words.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 
-from accelfn.base.torch_version import reduce_scatter_single
-from accelfn.base.tree import tree_map, wide
-from accelfn.collectives import packed
-from accelfn.collectives.failures import naming
+from accelfn import World
 from accelfn.errors import LossError
-from accelfn.world import World
+from accelfn.model_parallel.differentiable import (
+    LABEL,
+    copy_to_ranks,
+    gather_from_ranks,
+    reduce_from_ranks,
+)
+from accelfn.plug import collectives, tree
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
-
-# Differentiable collectives along "tp".
-#
-# The collectives form pairs: the backward pass of one runs the other. The pairs are copy and
-# all-reduce; all-gather and scatter; and, for split sequences, reduce-scatter and all-gather.
-
-
-_LABEL = "tensor_parallel"
-
-
-def copy_to_ranks(inputs: torch.Tensor, ranks: World) -> torch.Tensor:
-    """Return the input on each rank; the backward pass all-reduces the gradient."""
-    return _differentiable(inputs, 0, ranks, _same, _sum)
-
-
-def reduce_from_ranks(part: torch.Tensor, ranks: World) -> torch.Tensor:
-    """All-reduce a tensor; the backward pass copies the gradient to each rank."""
-    return _differentiable(part, 0, ranks, _sum, _same)
-
-
-def gather_from_ranks(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-    """All-gather along a dim; in the backward pass each rank gets its part's gradient."""
-    return _differentiable(part, dim, ranks, all_parts, _own_part)
-
-
-def scatter_to_ranks(tensor: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-    """Return this rank's part along a dim; the backward pass all-gathers the gradient."""
-    return _differentiable(tensor, dim, ranks, _own_part, all_parts)
-
-
-def gather_and_copy(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-    """All-gather along a dim; the backward pass reduce-scatters the gradient."""
-    return _differentiable(part, dim, ranks, all_parts, _sum_of_part)
-
-
-def reduce_scatter(tensor: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-    """Reduce-scatter along a dim; the backward pass all-gathers the gradient."""
-    return _differentiable(tensor, dim, ranks, _sum_of_part, all_parts)
-
-
-Collective: TypeAlias = Callable[[torch.Tensor, int, World], torch.Tensor]
-
-
-def _differentiable(
-    tensor: torch.Tensor, dim: int, ranks: World, run: Collective, back: Collective
-) -> torch.Tensor:
-    """Run the collective `run`. The backward pass of `run` is `back`, and vice versa."""
-    return cast("Any", _Collective).apply(tensor, dim, ranks, run, back)
-
-
-class _Collective(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, *how: Any) -> torch.Tensor:
-        ctx.how = dim, ranks, run, _ = how
-        return run(tensor, dim, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        dim, ranks, run, back = ctx.how
-        gradient = _differentiable(gradients[0], dim, ranks, back, run)
-        return gradient, None, None, None, None
-
-
-def _same(tensor: torch.Tensor, *_: object) -> torch.Tensor:
-    return tensor.view_as(tensor)
-
-
-def _sum(part: torch.Tensor, _: int, ranks: World) -> torch.Tensor:
-    total = part.clone(memory_format=torch.contiguous_format)
-    with naming(_LABEL, ranks):
-        dist.all_reduce(total, group=ranks.group)
-    return total
-
-
-def all_parts(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-    """All-gather along a dim; autograd does not record it."""
-    part = part.contiguous()
-    parts = [torch.empty_like(part) for _ in range(ranks.size)]
-    with naming(_LABEL, ranks):
-        dist.all_gather(parts, part, group=ranks.group)
-    return torch.cat(parts, dim)
-
-
-def _own_part(tensor: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-    return tensor.chunk(ranks.size, dim)[ranks.rank].contiguous()
-
-
-def _sum_of_part(tensor: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-    parts = tensor.chunk(ranks.size, dim)
-    total = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-    rows = torch.cat(parts).contiguous()
-    with naming(_LABEL, ranks):
-        if packed.carries(ranks.group, total.device):
-            packed.reduce_scatter_(total, rows, ranks.group)
-        else:
-            reduce_scatter_single(total, rows, group=ranks.group)
-    return total
-
 
 # Cross entropy of split scores.
 #
@@ -147,10 +52,10 @@ def _cross_entropy(
         return NotImplemented
     dtype, counts = part.dtype, target != ignore_index
     word = target.masked_fill(~counts, 0)
-    part = wide(part.movedim(scores._dim, -1))  # torch widens internally, too
+    part = tree.wide(part.movedim(scores._dim, -1))  # torch widens internally, too
     number = part.shape[-1] * ranks.size
     largest = part.detach().amax(-1)
-    with naming(_LABEL, ranks):
+    with collectives.naming(LABEL, ranks):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ranks.group)
     part = part - largest.unsqueeze(-1)
     sums = [part.exp().sum(-1), _target_scores(part, word, ranks)]
@@ -204,6 +109,10 @@ class Scores(torch.Tensor):
         scores._ranks, scores._dim = ranks, dim % part.ndim
         return scores
 
+    def full_tensor(self) -> torch.Tensor:
+        """Return the scores of all words; a collective."""
+        return gather_from_ranks(_part(self), self._dim, self._ranks)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -237,15 +146,15 @@ class Scores(torch.Tensor):
         return f"Scores of this rank's words: {_part(self)!r}"
 
 
-def gather_scores(tree: Any) -> Any:
-    """Gather all split scores in a tree; a collective if there are any."""
-    return tree_map(_gather_leaf, tree)
+def gather_scores(results: Any) -> Any:
+    """Gather all split scores in a tree of results; a collective if there are any."""
+    return tree.tree_map(_gather_leaf, results)
 
 
 def _gather_leaf(leaf: Any) -> Any:
     if not isinstance(leaf, Scores):
         return leaf
-    return gather_from_ranks(_part(leaf), leaf._dim, leaf._ranks)
+    return leaf.full_tensor()
 
 
 def _part(scores: Scores) -> torch.Tensor:

@@ -3,7 +3,8 @@
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Self, TypeAlias, cast
 
 import attrs
@@ -15,12 +16,9 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction, checkpoint, noop_context_fn
 
-from accelfn.base.draws import NOTHING
-from accelfn.base.tree import wide
-from accelfn.collectives.failures import naming
-from accelfn.collectives.neighbors import Homewards, owners, pass_ring
+from accelfn import World
 from accelfn.errors import LossError
-from accelfn.world import World
+from accelfn.plug import collectives, draws, tree
 
 HEADS, POSITIONS = 1, 2
 """The dims of heads and positions in query, key and value."""
@@ -220,7 +218,7 @@ class _Exchange(torch.autograd.Function):
         rows = [torch.stack(tensor.chunk(num, split_dim)) for tensor in tensors]
         outgoing = torch.cat([row.reshape(num, -1) for row in rows], dim=1)
         got = torch.empty_like(outgoing)
-        with naming(_HEADS, ranks):
+        with collectives.naming(_HEADS, ranks):
             dist.all_to_all_single(got, outgoing, group=ranks.group)
         parts = got.split([row[0].numel() for row in rows], dim=1)
         return tuple(
@@ -275,7 +273,7 @@ class Block:
             products = self._products()
             lse = products.logsumexp(-1)
             shares = (products - finite(lse)[..., None]).exp()
-            return shares @ self._expand_heads(wide(self.value)), lse
+            return shares @ self._expand_heads(tree.wide(self.value)), lse
         three, options = self._of_each_head()
         if not self.query.is_cpu:
             return _aten._scaled_dot_product_flash_attention(*three, **options)[:2]
@@ -317,8 +315,12 @@ class Block:
         self, upstream: torch.Tensor, output: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of query, key, value, and of the scores before masking."""
-        upstream, output, query = wide(upstream), wide(output), wide(self.query)
-        key, value = (self._expand_heads(wide(t)) for t in (self.key, self.value))
+        upstream, output, query = (
+            tree.wide(upstream),
+            tree.wide(output),
+            tree.wide(self.query),
+        )
+        key, value = (self._expand_heads(tree.wide(t)) for t in (self.key, self.value))
         shares = (self._products() - finite(lse)[..., None]).exp()
         through = upstream @ value.mT - (upstream * output).sum(-1, keepdim=True)
         products = shares * through
@@ -330,8 +332,8 @@ class Block:
         )
 
     def _products(self) -> torch.Tensor:
-        key = self._expand_heads(wide(self.key))
-        products = wide(self.query) @ key.mT * self.scale
+        key = self._expand_heads(tree.wide(self.key))
+        products = tree.wide(self.query) @ key.mT * self.scale
         if self.mask is not None:
             products = products + self.mask
         if self.is_causal:
@@ -387,6 +389,91 @@ def _has_flash(device: torch.device) -> bool:
     cuda = torch.cuda
     is_old = cuda.is_available() and cuda.get_device_capability(device) < (8, 0)
     return torch.backends.cuda.flash_sdp_enabled() and not is_old
+
+
+# A ring of ranks: each rank sends its current tensors to the next rank while it computes with them.
+
+
+def owners(ranks: World) -> list[int]:
+    """Return the ranks that own the tensors which a ring brings to this rank, in that order.
+
+    This rank is first, because it starts with its own tensors.
+    """
+    return [(ranks.rank - hop) % ranks.size for hop in range(ranks.size)]
+
+
+def pass_ring(
+    tensors: Sequence[torch.Tensor], ranks: World, *, label: str
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Pass tensors around a ring; yield every rank's tensors, in the order of `owners`.
+
+    While the caller uses the yielded tensors, the next tensors are already being sent.
+
+    Args:
+        tensors: tensors of one dtype, with the same shapes on all ranks.
+        ranks: the ranks of the ring.
+        label: the operation, for errors.
+    """
+    current = _flat(tensors)
+    for _ in range(ranks.size - 1):
+        receive = _start_step(current, ranks, label)
+        yield _split_flat(current, tensors)
+        current = receive()
+    yield _split_flat(current, tensors)
+
+
+class Homewards:
+    """Sums that go around the ring. Each rank adds to the sums, which end at their owner."""
+
+    def __init__(
+        self, like: Sequence[torch.Tensor], ranks: World, *, label: str
+    ) -> None:
+        """Start with sums of 0, with the dtype and shapes of the tensors `like`."""
+        self._like, self._ranks, self._label = like, ranks, label
+        sums = torch.zeros_like(_flat(like))
+        self._receive: Callable[[], torch.Tensor] = lambda: sums
+
+    def add(self, parts: Sequence[torch.Tensor], columns: slice) -> None:
+        """Add `parts` to the current sums, in `columns` of dim 2, and send on the sums."""
+        sums = self._receive()
+        for total, part in zip(_split_flat(sums, self._like), parts, strict=True):
+            total[:, :, columns] += part
+        self._receive = _start_step(sums, self._ranks, self._label)
+
+    def arrived(self) -> tuple[torch.Tensor, ...]:
+        """Return this rank's sums after all ranks have added to them."""
+        return _split_flat(self._receive(), self._like)
+
+
+def _start_step(
+    outgoing: torch.Tensor, ranks: World, label: str
+) -> Callable[[], torch.Tensor]:
+    """Send a vector to the next rank; return a function that receives the previous rank's."""
+    size = ranks.size
+    leaving, coming = [0] * size, [0] * size
+    leaving[(ranks.rank + 1) % size] = len(outgoing)
+    coming[(ranks.rank - 1) % size] = len(outgoing)
+    got, among = torch.empty_like(outgoing), {"group": ranks.group, "async_op": True}
+    begin = partial(dist.all_to_all_single, got, outgoing, coming, leaving, **among)
+    wait = collectives.start(begin, label, ranks)
+
+    def receive() -> torch.Tensor:
+        wait()
+        return got
+
+    return receive
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _split_flat(
+    flat: torch.Tensor, like: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Split a vector into views with the shapes of `like`."""
+    parts = flat.split([tensor.numel() for tensor in like])
+    return tuple(p.view(tensor.shape) for p, tensor in zip(parts, like, strict=True))
 
 
 # Attention over split sequences, with keys and values passed around a ring of ranks.
@@ -564,11 +651,11 @@ class _Attention(torch.autograd.Function):
             # the first hop: this rank's own keys, with all queries
             owner, pair, mask = next(hops)
             first = meetings.block(owner, query, pair, mask).attend()
-            output, lse = map(wide, first)
+            output, lse = map(tree.wide, first)
             for owner, pair, mask in hops:
                 result = meetings.block(owner, query, pair, mask).attend()
                 rows, _ = meetings.places(owner, length)
-                join(output[:, :, rows], lse[:, :, rows], *map(wide, result))
+                join(output[:, :, rows], lse[:, :, rows], *map(tree.wide, result))
         output = output.to(query.dtype)
         ctx.meetings = meetings
         ctx.save_for_backward(query, key, value, output, lse, *masks)
@@ -582,8 +669,8 @@ class _Attention(torch.autograd.Function):
         query, key, value, output, lse, *masks = ctx.saved_tensors
         meetings: _Meetings = ctx.meetings
         ranks, length = meetings.ranks, query.shape[POSITIONS]
-        of_query = torch.zeros_like(wide(query))
-        home = Homewards((wide(key), wide(value)), ranks, label=_RING)
+        of_query = torch.zeros_like(tree.wide(query))
+        home = Homewards((tree.wide(key), tree.wide(value)), ranks, label=_RING)
         of_masks: list[torch.Tensor | None] = []
         needs_grad = ctx.needs_input_grad[-ranks.size :]
         ring = pass_ring((key, value), ranks, label=_RING)
@@ -611,4 +698,4 @@ def _plainly(tensor: torch.Tensor) -> Any:
     """Return a context without autocast, on the tensor's device."""
     kind = tensor.device.type
     has_autocast = is_autocast_available(kind)  # the meta device has no autocast
-    return torch.autocast(kind, enabled=False) if has_autocast else NOTHING
+    return torch.autocast(kind, enabled=False) if has_autocast else draws.NOTHING

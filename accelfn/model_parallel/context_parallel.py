@@ -2,24 +2,18 @@
 """Split each sample's sequence over the ranks along "cp" (context parallelism)."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import nn
 
-from accelfn.base import tree
-from accelfn.base.arguments import advise, integer, option, qualname, truth
-from accelfn.base.devices import is_positive, on_host
-from accelfn.collectives.packed import all_gather_list
-from accelfn.definition.transform import transform
-from accelfn.engine.context_parallel import Attending, Heads, Ring
-from accelfn.engine.doctor import Coarsest, first_of, preserve_model
-from accelfn.engine.runner import LossFunction
+from accelfn import Loss, TrainState, Update, World, transform
 from accelfn.errors import BatchError, LossError
-from accelfn.state.results import Loss
-from accelfn.state.state import TrainState
-from accelfn.state.update import Update
-from accelfn.world import World
+from accelfn.model_parallel.attention import Attending, Heads, Ring
+from accelfn.model_parallel.comparison import Coarsest, first_of, preserve_model
+from accelfn.plug import arguments, collectives, devices, tree
+
+LossFunction: TypeAlias = Callable[..., Any]
 
 _KEPT = "_accelfn_sequence"
 """The attribute of the engine's module that holds its `_Sequence`."""
@@ -72,7 +66,7 @@ class context_parallel:
         2 (n - 1) / n² of the bytes of query, key, value and result. `wrap_ddp` or
         `wrap_fsdp` also reduce gradients over "cp".
 
-        With `ring`, there are no all-to-alls. A rank sends its keys and values n - 1 times in
+        With `ring`, instead of all-to-alls, a rank sends keys and values n - 1 times in
         each of the two passes, and their gradients n times (in float32 or wider). Most of this
         overlaps with computation. Ring attention uses torch's kernel on CPUs, and on GPUs in 16
         bits without a mask. Otherwise the scores of one block are in memory. For the backward
@@ -112,8 +106,10 @@ class context_parallel:
         " trace this. Leave out one of the two.",
         "splits_sequences": "and {other!r} would both split sequences. Leave out one.",
     }
-    seq_dim: int = option(1, integer(1, "a dim after dim 0, the samples"))
-    ring: bool = option(default=False, validator=truth())
+    seq_dim: int = arguments.option(
+        1, arguments.integer(1, "a dim after dim 0, the samples")
+    )
+    ring: bool = arguments.option(default=False, validator=arguments.truth())
 
     def module(self, module: nn.Module, state: TrainState) -> nn.Module:
         """Store on the engine's module how this rank's sequences are split."""
@@ -136,7 +132,7 @@ class context_parallel:
                 sequence.check(loss_fn, model, batch, *extras)
             return sequence.of_part(loss_fn, model, batch, *extras)
 
-        loss_of_part.__qualname__ = qualname(loss_fn)
+        loss_of_part.__qualname__ = arguments.qualname(loss_fn)
         return loss_of_part, slot
 
 
@@ -157,9 +153,10 @@ class _Sequence:
             loss = loss_fn(model, part, *extras)
         if not isinstance(loss, Loss):
             msg = (
-                f"af.context_parallel: {qualname(loss_fn)} returned {type(loss).__name__} for a"
-                " part of each sequence, but a mean does not say over how many tokens. Return"
-                " af.Loss(total, weight): the sum over the tokens of this part, and their number."
+                f"af.context_parallel: {arguments.qualname(loss_fn)} returned"
+                f" {type(loss).__name__} for a part of each sequence, but a mean does not say over"
+                " how many tokens. Return af.Loss(total, weight): the sum over the tokens of this"
+                " part, and their number."
             )
             raise LossError(msg)
         return loss
@@ -194,17 +191,19 @@ class _Sequence:
             part = self.of_part(loss_fn, model, first, *extras)
         # all ranks run equally many passes: a pass may gather parameters of all ranks
         own_row = _numbers(full, part, is_random=is_random, device=self._ranks.device)
-        rows = all_gather_list(own_row, self._loss_ranks, label="context_parallel")
+        rows = collectives.all_gather_list(
+            own_row, self._loss_ranks, label="context_parallel"
+        )
         # "cp" is the innermost axis here
         begin = self._loss_ranks.rank - self._ranks.rank
-        table = on_host(torch.stack(rows))[begin : begin + self._ranks.size]
+        table = devices.on_host(torch.stack(rows))[begin : begin + self._ranks.size]
         is_random = bool(table[:, 4].any())
-        self.is_checked = is_random or any(is_positive(row[1]) for row in rows)
+        self.is_checked = is_random or any(devices.is_positive(row[1]) for row in rows)
         if is_random:
-            advise(
-                f"af.context_parallel: {qualname(loss_fn)} draws random numbers, so accelfn"
-                " could not compare the split loss with the unsplit loss. Check yourself that"
-                " all operations except attention work position by position."
+            arguments.advise(
+                f"af.context_parallel: {arguments.qualname(loss_fn)} draws random numbers, so"
+                " accelfn could not compare the split loss with the unsplit loss. Check yourself"
+                " that all operations except attention work position by position."
             )
             return
         # for a loss that is infinite or NaN, the step itself raises an error
@@ -222,9 +221,9 @@ class _Sequence:
         size = max(float(total.abs()), float(table[:, 2].abs().sum()))
         if weight != weights or float((total - total_of_parts).abs()) > tol * size:
             msg = (
-                f"af.context_parallel: {qualname(loss_fn)} gives another result if sequences"
-                f" are split. For the first {few} positions of a sample, the unsplit loss is"
-                f" Loss({float(total):.6g}, weight={float(weight):g}), but the parts sum to"
+                f"af.context_parallel: {arguments.qualname(loss_fn)} gives another result if"
+                f" sequences are split. For the first {few} positions of a sample, the unsplit loss"
+                f" is Loss({float(total):.6g}, weight={float(weight):g}), but the parts sum to"
                 f" Loss({float(total_of_parts):.6g}, weight={float(weights):g}). All operations"
                 " except F.scaled_dot_product_attention must work position by position: pass"
                 " position ids in the batch, and shift labels before you make batches."

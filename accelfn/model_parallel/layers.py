@@ -2,7 +2,6 @@
 """Tensor parallelism: layers that are split along "tp", and plans that name these layers."""
 
 import difflib
-import math
 import re
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,11 +12,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from torch import nn
 
-from accelfn.base import draws
-from accelfn.engine import vocabulary
-from accelfn.engine.vocabulary import Scores
+from accelfn import World
 from accelfn.errors import ArgumentError, LossError, ModelError
-from accelfn.world import World
+from accelfn.model_parallel import differentiable
+from accelfn.model_parallel.comparison import InputComparison
+from accelfn.model_parallel.scores import Scores
+from accelfn.plug import draws
 
 # pyright: reportPrivateUsage=false
 
@@ -78,51 +78,6 @@ class PerRankRng:
         return [generator.get_state() for generator in self._generators()]
 
 
-# Compare the inputs of split layers with the inputs of whole layers.
-
-
-_FAR = 1e-3
-"""The relative tolerance when inputs are compared, because the order of sums differs."""
-_COARSE = 0.1
-"""The relative tolerance in 16 bits."""
-
-
-class InputComparison:
-    """Compares the inputs of split row layers with the inputs of the same layers unsplit."""
-
-    def __init__(self, ranks: World) -> None:
-        """Initialize with the ranks that share the features, in order."""
-        self._ranks = ranks
-        self._seen: tuple[dict[str, torch.Tensor], ...] = ()
-
-    def begin(self) -> None:
-        """Start to record inputs."""
-        self._seen = {}, {}
-
-    def see(self, place: str, tensor: torch.Tensor, *, is_whole: bool) -> None:
-        """Record a layer's input. If the layer is called several times, the last call counts."""
-        if self._seen and not torch.is_grad_enabled():
-            self._seen[is_whole][place] = tensor.detach()
-
-    def end(self) -> str | None:
-        """Stop recording; return the name of a layer whose inputs differ, or None."""
-        (parts, wholes), self._seen = self._seen, ()
-        if wholes.keys() != parts.keys():
-            return next(iter(wholes.keys() ^ parts.keys()))
-        differing = (n for n, full in wholes.items() if not self._fit(full, parts[n]))
-        return next(differing, None)
-
-    def _fit(self, full: torch.Tensor, actual: torch.Tensor) -> bool:
-        part = full.chunk(self._ranks.size, -1)[self._ranks.rank]
-        if part.shape != actual.shape:
-            return False
-        if part.is_meta:
-            return True
-        far = _COARSE if actual.dtype.itemsize < 4 else _FAR
-        distance, length = (x.double().norm() for x in (actual - part, part))
-        return not math.isfinite(distance) or bool(distance <= far * length)
-
-
 # Split layers, as in Megatron-LM.
 #
 # A column layer is split by output features, and a row layer by the same features of its input.
@@ -176,18 +131,18 @@ class Layers:
         if entry is not None and entry[0] is tensor:
             return entry[1]
         if self.sequence:
-            output = vocabulary.gather_and_copy(tensor, _SEQUENCE, self.ranks)
+            output = differentiable.gather_and_copy(tensor, _SEQUENCE, self.ranks)
         else:
-            output = vocabulary.copy_to_ranks(tensor, self.ranks)
+            output = differentiable.copy_to_ranks(tensor, self.ranks)
         self._entered = (tensor, output)
         return output
 
     def leave(self, part: torch.Tensor, layer: "Parallel") -> torch.Tensor:
         """Return the sum of a region's outputs over ranks, or its positions of this rank."""
         if not self.sequence:
-            return vocabulary.reduce_from_ranks(part, self.ranks)
+            return differentiable.reduce_from_ranks(part, self.ranks)
         self._check_length(part, layer.place)
-        return vocabulary.reduce_scatter(part, _SEQUENCE, self.ranks)
+        return differentiable.reduce_scatter(part, _SEQUENCE, self.ranks)
 
     def begin_region(self, place: str, *, training: bool) -> None:
         """Begin a region; in training, random numbers then differ by rank."""
@@ -218,16 +173,16 @@ class Layers:
 
         In the backward pass, each rank gets the gradient of its own features.
         """
-        return vocabulary.gather_from_ranks(part, -1, self.ranks)
+        return differentiable.gather_from_ranks(part, -1, self.ranks)
 
     def scatter_features(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the features, the last dim."""
-        return vocabulary.scatter_to_ranks(tensor, -1, self.ranks)
+        return differentiable.scatter_to_ranks(tensor, -1, self.ranks)
 
     def scatter(self, tensor: torch.Tensor, place: str) -> torch.Tensor:
         """Return this rank's positions of a tensor that all ranks have."""
         self._check_length(tensor, place)
-        return vocabulary.scatter_to_ranks(tensor, _SEQUENCE, self.ranks)
+        return differentiable.scatter_to_ranks(tensor, _SEQUENCE, self.ranks)
 
     def _check_length(self, tensor: torch.Tensor, place: str) -> None:
         if tensor.ndim < 2 or tensor.shape[_SEQUENCE] % self.ranks.size:
@@ -246,11 +201,11 @@ class Layers:
         """
         if param is None or not self.sequence or self.is_whole:
             return param
-        return vocabulary.copy_to_ranks(param, self.ranks)
+        return differentiable.copy_to_ranks(param, self.ranks)
 
     def gather_param(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """All-gather a parameter along a dim; a collective."""
-        return vocabulary.all_parts(part.detach(), dim, self.ranks)
+        return differentiable.all_parts(part.detach(), dim, self.ranks)
 
     @contextmanager
     def in_one_piece(self) -> Generator[None]:
@@ -436,7 +391,7 @@ def share_gradients(
         params = vars(module)["_accelfn_own"] = dict(tables)
         for name, param in params.items():
             if param is not None and param.requires_grad:
-                copy: Any = vocabulary.copy_to_ranks(param, layers.ranks)
+                copy: Any = differentiable.copy_to_ranks(param, layers.ranks)
                 tables[name] = copy
 
     def put_back(module: nn.Module, *_: object) -> None:

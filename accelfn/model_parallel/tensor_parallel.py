@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Split the layers of a model over the ranks along "tp" (tensor parallelism)."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeAlias
 
 import attrs
 import torch
 from torch import nn
 
-from accelfn.base import draws
-from accelfn.base.arguments import option, qualname, truth
-from accelfn.base.devices import on_host
-from accelfn.collectives.packed import all_gather_list
-from accelfn.definition.transform import transform
-from accelfn.engine.doctor import Coarsest, first_of, preserve_model
-from accelfn.engine.optimizer import check_elements
-from accelfn.engine.runner import LossFunction
-from accelfn.engine.tensor_parallel import (
+from accelfn import Loss, TrainState, Update, World, transform
+from accelfn.errors import BatchError, Error, LossError
+from accelfn.model_parallel.comparison import Coarsest, first_of, preserve_model
+from accelfn.model_parallel.layers import (
     Layers,
     check_model,
     check_words,
@@ -24,12 +19,10 @@ from accelfn.engine.tensor_parallel import (
     parse_plan,
     split,
 )
-from accelfn.engine.vocabulary import gather_scores
-from accelfn.errors import BatchError, Error, LossError
-from accelfn.state.results import Loss
-from accelfn.state.state import TrainState
-from accelfn.state.update import Update
-from accelfn.world import World
+from accelfn.model_parallel.scores import gather_scores
+from accelfn.plug import arguments, check_elements, collectives, devices, draws
+
+LossFunction: TypeAlias = Callable[..., Any]
 
 _NO_PLAN: Mapping[str, str] = {}
 """The default plan; layers of `af.megatron.layers` need no plan."""
@@ -137,7 +130,7 @@ class tensor_parallel:
         " {other!r} frees each gradient as soon as it is complete. Leave out one of the two.",
     }
     plan: Mapping[str, str] = attrs.field(default=_NO_PLAN, converter=parse_plan)
-    sequence: bool = option(default=False, validator=truth())
+    sequence: bool = arguments.option(default=False, validator=arguments.truth())
 
     def __attrs_post_init__(self) -> None:
         """Raise if the plan has words that need `sequence=True`."""
@@ -178,7 +171,7 @@ class tensor_parallel:
             layers.begin()
             return gather_scores(loss_fn(model, batch, *extras))
 
-        loss_of_layers.__qualname__ = qualname(loss_fn)
+        loss_of_layers.__qualname__ = arguments.qualname(loss_fn)
         return loss_of_layers, slot
 
     def _split(self, module: nn.Module, world: World) -> None:
@@ -200,7 +193,7 @@ def _check(
         BatchError: the ranks have different batches.
         LossError: the two losses differ.
     """
-    ranks, looks, name = layers.ranks, layers.looks, qualname(loss_fn)
+    ranks, looks, name = layers.ranks, layers.looks, arguments.qualname(loss_fn)
     first, trouble, part = first_of(batch), None, None
     looks.begin()
     try:
@@ -219,8 +212,10 @@ def _check(
         still_open, split, differing = layers.open, layers.split, looks.end()
     numbers = map(_number, (in_one, part, float(differing is not None)))
     own_row = torch.stack([number.to(ranks.device) for number in numbers])
-    all_rows = all_gather_list(own_row, ranks.whole, label="tensor_parallel")
-    rows = on_host(torch.stack(all_rows))
+    all_rows = collectives.all_gather_list(
+        own_row, ranks.whole, label="tensor_parallel"
+    )
+    rows = devices.on_host(torch.stack(all_rows))
     begin = ranks.whole.rank - ranks.rank  # "tp" is the innermost axis
     table = rows[begin : begin + ranks.size]
     advice = _WAY
