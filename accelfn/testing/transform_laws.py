@@ -140,8 +140,10 @@ def unread_options(transforms: Any, acts: Mapping[str, Any]) -> list[str]:
 def _options(transform: Any) -> list[str]:
     """Return the options that no method names. Other functions may still read them."""
     kind = type(transform)
-    bodies = [var for cls in kind.__mro__ for var in vars(cls).values()]
-    named = set[str]().union(*map(_names, bodies))
+    bodies = (var for cls in kind.__mro__ for var in vars(cls).values())
+    # without texts and tuples: __match_args__ of attrs names all options
+    methods = (body for body in bodies if not isinstance(body, (str, tuple)))
+    named = set[str]().union(*map(_names, methods))
     options = [field.name for field in attrs.fields(kind) if field.eq and field.init]
     return [option for option in options if option != "name" and option not in named]
 
