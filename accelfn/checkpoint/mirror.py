@@ -29,7 +29,7 @@ class Mirror:
         except (ImportError, TypeError, ValueError) as error:
             msg = f"{call}: fsspec cannot open the URL: {error}"
             raise ArgumentError(msg) from error
-        self._seen = set[str]()
+        self._seen = set[int]()
 
     def copy(self, directory: Path) -> None:
         """Copy the checkpoints of a directory, and remove those that it no longer has.
@@ -37,38 +37,32 @@ class Mirror:
         An earlier copy may have failed, so each checkpoint that is not whole at the URL is
         copied. Only steps that the directory had before are removed.
         """
-        local = {
-            path.name: path for path in manifest.checkpoints_in(directory).values()
-        }
-        at_url = self._names()
+        local, at_url = manifest.checkpoints_in(directory), self._steps()
         if not self._seen:
             self._check_same_run(local, at_url)
-        for name, folder in local.items():
-            if not at_url.get(name):
+        for step, folder in local.items():
+            if not at_url.get(step):
                 # a copy that was cut off may have left files of another number of ranks
-                self._remove(name)
+                self._remove(step)
                 self._send(folder)
         # last, so that the URL always has a whole checkpoint
-        for name, is_whole in at_url.items():
-            if name not in local and (name in self._seen or not is_whole):
-                self._remove(name)
+        for step, is_whole in at_url.items():
+            if step not in local and (step in self._seen or not is_whole):
+                self._remove(step)
         self._seen |= local.keys()
 
     def fetch(self, directory: Path, step: int | None) -> None:
         """Copy a step, or the newest one, into a directory that does not have it yet."""
-        steps = {
-            step_at: name
-            for name, is_whole in self._names().items()
-            if is_whole and (step_at := manifest.step_of(Path(name))) is not None
-        }
+        steps = [at for at, is_whole in self._steps().items() if is_whole]
         newest = max(steps, default=-1)
         if step is None and newest < max(manifest.steps_in(directory), default=-1):
             return
-        name = steps.get(newest if step is None else step)
-        if name is None or exists(directory / name):
+        step = newest if step is None else step
+        folder = directory / manifest.name_of(step)
+        if step not in steps or exists(folder):
             return
-        begin = f"{self._root}/{name}/"
-        with commit.new_directory(directory / name) as partial:
+        begin = f"{self._folder(step)}/"
+        with commit.new_directory(folder) as partial:
             for path in self._files.find(begin):
                 target = partial / path.removeprefix(begin)
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -76,37 +70,39 @@ class Mirror:
             for path in partial.rglob("*"):
                 files.flush(path)
 
+    def _folder(self, step: int) -> str:
+        return f"{self._root}/{manifest.name_of(step)}"
+
     def _check_same_run(
-        self, local: Mapping[str, Path], at_url: Mapping[str, bool]
+        self, local: Mapping[int, Path], at_url: Mapping[int, bool]
     ) -> None:
         """Raise `ArgumentError` if the URL has newer checkpoints, or others of equal steps."""
         newest = max(local)
-        for name in (name for name, is_whole in at_url.items() if is_whole):
-            path = f"{self._root}/{name}/{manifest.NAME}"
-            is_other = (
-                name in local
-                and self._files.cat_file(path)
-                != (local[name] / manifest.NAME).read_bytes()
-            )
-            if name > newest or is_other:
+        for step in (step for step, is_whole in at_url.items() if is_whole):
+            is_other = step > newest
+            if step in local:
+                data = self._files.cat_file(f"{self._folder(step)}/{manifest.NAME}")
+                is_other = data != (local[step] / manifest.NAME).read_bytes()
+            if is_other:
+                name = manifest.name_of(step)
                 msg = (
                     f"af.CheckpointStore(mirror=...): {self._root} has another run's {name}. Call"
                     " store.restore before the first save to continue that run, or use another URL."
                 )
                 raise ArgumentError(msg)
 
-    def _names(self) -> dict[str, bool]:
-        """Return the names of the checkpoints at the URL, and whether each is whole."""
+    def _steps(self) -> dict[int, bool]:
+        """Return the steps of the checkpoints at the URL, and whether each is whole."""
         self._files.invalidate_cache()
         try:
             paths = self._files.ls(self._root, detail=False)
         except FileNotFoundError:
             return {}
-        names = (path.rstrip("/").rpartition("/")[2] for path in paths)
+        steps = (manifest.step_of(Path(path)) for path in paths)
         return {
-            name: self._files.exists(f"{self._root}/{name}/{manifest.NAME}")
-            for name in names
-            if manifest.step_of(Path(name)) is not None
+            step: self._files.exists(f"{self._folder(step)}/{manifest.NAME}")
+            for step in steps
+            if step is not None
         }
 
     def _send(self, folder: Path) -> None:
@@ -116,8 +112,8 @@ class Mirror:
             self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
             self._files.put_file(str(path), target)
 
-    def _remove(self, name: str) -> None:
-        folder = f"{self._root}/{name}"
+    def _remove(self, step: int) -> None:
+        folder = self._folder(step)
         if self._files.exists(f"{folder}/{manifest.NAME}"):
             self._files.rm_file(f"{folder}/{manifest.NAME}")
         if self._files.exists(folder):

@@ -32,13 +32,7 @@ from accelfn.data.reading import read_batches
 from accelfn.engine.engine import engine_of
 from accelfn.engine.runner import Samples, lend_module
 from accelfn.errors import ArgumentError, BatchError, LossError, StateError
-from accelfn.state.results import (
-    Loss,
-    Metrics,
-    WeightedSum,
-    check_whole,
-    is_scalar,
-)
+from accelfn.state.results import Loss, Metrics, WeightedSum, check_whole, is_scalar
 from accelfn.state.state import TrainState, check_state
 from accelfn.state.update import Update, apply_readonly
 from accelfn.state.views import eval_params
@@ -162,8 +156,8 @@ class _Evaluation:
         self._takes_weight = takes_weight(fn)
         update = Update(state=state, slots=state.slots)
         self._fn = apply_readonly("loss", weight_as_extra(fn), update, FUNCTION)
-        key = draws.key(state.seed, state.name, "evaluate", state.world.loss.rank)
-        self._key, definition = key, state.definition
+        rank, definition = state.world.loss.rank, state.definition
+        self._key = draws.key(state.seed, state.name, "evaluate", rank)
         with own_modes(state.world.device):  # the function may write to the buffers
             buffers = tree.clone(dict(state.buffers))
             if buffers:  # BatchNorm statistics differ by rank; all ranks use rank 0's
@@ -181,6 +175,9 @@ class _Evaluation:
 
         The caller's modes, such as autocast and inference mode, have no effect. Random numbers
         depend only on the state and on how many batches were evaluated before.
+
+        Raises:
+            StateError: the function changed a parameter, which belongs to the state.
         """
         world, device = self._state.world, self._state.world.device
         self._state.lease.check()
@@ -203,15 +200,6 @@ class _Evaluation:
             raise
         finally:
             activity.samples = outer
-        self._check_unwritten(versions)
-        return result
-
-    def _check_unwritten(self, versions: list[int]) -> None:
-        """Check that the function did not change parameters, which belong to the state.
-
-        Raises:
-            StateError: the function changed a parameter in place.
-        """
         for (name, param), version in zip(self._params.items(), versions, strict=True):
             if param._version != version:
                 msg = (
@@ -221,6 +209,7 @@ class _Evaluation:
                     " before the call: model = af.snapshot_model(state)."
                 )
                 raise StateError(msg)
+        return result
 
 
 def _check_function(fn: object, extras: tuple[Any, ...]) -> None:
@@ -374,9 +363,9 @@ def report_metric(state: TrainState, value: float | torch.Tensor) -> TrainState:
     check_state("af.report_metric(state, value)", state)
     state.lease.check()
     setup, world = state.definition.setup, state.definition.world
-    slots: dict[str, Any] = {t.name: state.slots.get(t.name) for t in setup}
-    is_told = {n: isinstance(s, Mapping) and "reported" in s for n, s in slots.items()}
-    if not any(is_told.values()):
+    slots: Mapping[str, Any] = state.slots
+    told = [n for n, s in slots.items() if isinstance(s, Mapping) and "reported" in s]
+    if not told:
         msg = (
             "af.report_metric(state, value): no transform of the setup uses reported values. Add"
             " one to the setup, such as af.reduce_lr_on_plateau(patience=2)."
@@ -391,11 +380,10 @@ def report_metric(state: TrainState, value: float | torch.Tensor) -> TrainState:
             advice="Report a value that is the same on all ranks, such as a result of af.evaluate.",
         )
     new_slots = {
-        name: {**slot, "reported": (*slot["reported"], number)}
-        for name, slot in slots.items()
-        if is_told[name]
+        name: {**slots[name], "reported": (*slots[name]["reported"], number)}
+        for name in told
     }
-    return attrs.evolve(state, slots={**state.slots, **new_slots})
+    return attrs.evolve(state, slots={**slots, **new_slots})
 
 
 def _number(value: object) -> float:
@@ -513,25 +501,26 @@ def split_over_ranks(values: T, world: World, *, pad: bool = False) -> T:
     if world.size == 1:
         return values
     start, stop = even_part((0, length), world.rank, world.size)
-    longest = -(-length // world.size)
     if pad and length == 0:
         msg = "af.split_over_ranks(pad=True): values is empty, so no value can be repeated."
         raise ArgumentError(msg)
-    places = list(range(start, stop))
-    if pad:
-        places += [max(stop, 1) - 1] * (longest - len(places))
+    # the lengths of parts differ by at most one
+    is_short = pad and (stop - start) * world.size < length
+    last = max(stop, 1) - 1
 
     def take(value: Any) -> Any:
         if isinstance(value, Mapping):
             items = cast("Mapping[Any, Any]", value).items()
             return {name: take(inner) for name, inner in items}
+        part, again = value[start:stop], value[last : last + 1]
         if pad and isinstance(value, range):  # a range cannot repeat its last value
-            return [value[place] for place in places]
-        if len(places) == stop - start:
-            return value[start:stop]
+            return [*part, *again] if is_short else [*part]
+        if not is_short:
+            return part
         if isinstance(value, (torch.Tensor, np.ndarray)):
-            return value[places]
-        return _as_kind(value, [value[place] for place in places])
+            return value[[*range(start, stop), last]]
+        can_add = type(part) in (str, bytes, bytearray, tuple)
+        return part + again if can_add else [*part, *again]
 
     return take(values)
 
@@ -549,16 +538,6 @@ def _check_world(world: World) -> None:
         raise ArgumentError(msg)
 
 
-def _as_kind(values: Any, items: list[Any]) -> Any:
-    """Convert a list of items to the type that a slice of the values has."""
-    if isinstance(values, str):
-        return "".join(items)
-    kind = {bytes: bytes, bytearray: bytearray, tuple: tuple}.get(
-        type(values[:0]), list
-    )
-    return kind(items)
-
-
 def _length(values: Any) -> int:
     """Return the number of values to split; raise if they cannot be split."""
     if isinstance(values, Mapping):
@@ -568,21 +547,15 @@ def _length(values: Any) -> int:
             msg = f"af.split_over_ranks: the values of this dict differ in length: {lengths}."
             raise ArgumentError(msg)
         return next(iter(lengths.values()), 0)
-    is_array = isinstance(values, (torch.Tensor, np.ndarray)) and values.ndim > 0
-    if not is_array and not _can_slice(values):
+    can_slice = False
+    if isinstance(values, (Sequence, torch.Tensor, np.ndarray)):
+        with suppress(TypeError, IndexError):  # a deque, or a tensor without dims
+            cast("Any", values)[0:0]
+            can_slice = not hasattr(values, "_fields")
+    if not can_slice:
         msg = (
             "af.split_over_ranks: expected a sequence that can be sliced, a tensor with a dim 0, or"
             f" a dict of such values, got {type(values).__name__}."
         )
         raise ArgumentError(msg)
     return len(cast("Sequence[Any]", values))
-
-
-def _can_slice(values: Any) -> bool:
-    """Return whether values are a sequence that supports slices; a deque does not."""
-    if not isinstance(values, Sequence) or hasattr(values, "_fields"):
-        return False
-    with suppress(TypeError):
-        cast("Sequence[Any]", values)[0:0]
-        return True
-    return False

@@ -3,7 +3,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,29 +30,11 @@ class Profiler:
         is_written: whether the trace was written.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        schedule: Callable[[int], Any],
-        activities: list[torch_profiler.ProfilerActivity],
-        **options: Any,
-    ) -> None:
-        """Create torch's profiler for a file, a schedule of steps, and torch's options."""
-        self.path = path
-        self._has_shapes = options["record_shapes"] or options["with_flops"]
-        self._has_stacks = options["with_stack"]
-        self.num_steps = 0
-        self.is_written = False
-        # without verbose=True, torch has stacks in the trace, but not in key_averages()
-        verbose = torch_profiler._ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
-        config = verbose(verbose=options["with_stack"])
-        self._torch = torch_profiler.profile(
-            activities=activities,
-            schedule=schedule,
-            experimental_config=config,
-            on_trace_ready=self._write,
-            **options,
-        )
+    def __init__(self, path: Path, recorder: torch_profiler.profile) -> None:
+        """Let torch's profiler write its trace to a file."""
+        self.path, self._torch = path, recorder
+        self.num_steps, self.is_written = 0, False
+        recorder.on_trace_ready = self._write
 
     def step(self) -> None:
         """Mark the end of a training step."""
@@ -77,27 +59,18 @@ class Profiler:
         if not self.is_written:
             msg = "profiler.key_averages(): no step is recorded yet; call this after the block."
             raise ArgumentError(msg)
-        if group_by_input_shape and not self._has_shapes:
-            msg = (
-                "profiler.key_averages(group_by_input_shape=True): shapes were not recorded."
-                " Pass record_shapes=True to af.profile."
-            )
-            raise ArgumentError(msg)
-        if group_by_stack_n and not self._has_stacks:
-            msg = (
-                f"profiler.key_averages(group_by_stack_n={group_by_stack_n}): stacks were not"
-                " recorded. Pass with_stack=True to af.profile."
-            )
+        has_shapes = self._torch.record_shapes or self._torch.with_flops
+        missing = None
+        if group_by_input_shape and not has_shapes:
+            missing = "group_by_input_shape=True", "shapes", "record_shapes"
+        elif group_by_stack_n and not self._torch.with_stack:
+            missing = f"group_by_stack_n={group_by_stack_n}", "stacks", "with_stack"
+        if missing:
+            usage, what, option = missing
+            call = f"profiler.key_averages({usage})"
+            msg = f"{call}: {what} were not recorded. Pass {option}=True to af.profile."
             raise ArgumentError(msg)
         return self._torch.key_averages(group_by_input_shape, group_by_stack_n)
-
-    def start(self) -> None:
-        """Start torch's profiler."""
-        self._torch.start()
-
-    def stop(self) -> None:
-        """Stop torch's profiler, which then writes recorded steps that are not written yet."""
-        self._torch.stop()
 
     def _write(self, trace: torch_profiler.profile) -> None:
         trace.export_chrome_trace(str(self.path))
@@ -174,7 +147,7 @@ def profile(
     for name, value in counts.items():
         least = 0 if name == "wait" else 1
         check_integer("af.profile", name, value, least, "a number of steps")
-    options = {
+    options: dict[str, Any] = {
         "record_shapes": record_shapes,
         "profile_memory": profile_memory,
         "with_stack": with_stack,
@@ -185,9 +158,7 @@ def profile(
         if not isinstance(value, bool):
             msg = f"af.profile({name}={value!r}): expected True or False."
             raise ArgumentError(msg)
-    chosen = (
-        _usual_activities() if activities is None else _check_activities(activities)
-    )
+    chosen = _choose_activities(activities)
     check_world("af.profile(directory, world)", world)
     folder = as_path("af.profile(directory)", directory, "a directory")
     path = folder / f"rank-{world.rank}.json"
@@ -200,13 +171,17 @@ def profile(
         raise WorldError(msg)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        schedule = torch_profiler.schedule(**counts, repeat=1)
-        profiler = Profiler(path, schedule, chosen, **options)
-        profiler.start()
-        try:
+        # without verbose=True, torch has stacks in the trace, but not in key_averages()
+        verbose = torch_profiler._ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
+        recorder = torch_profiler.profile(
+            activities=chosen,
+            schedule=torch_profiler.schedule(**counts, repeat=1),
+            experimental_config=verbose(verbose=with_stack),
+            **options,
+        )
+        profiler = Profiler(path, recorder)
+        with recorder:
             yield profiler
-        finally:
-            profiler.stop()
     finally:
         _ONE_A_PROCESS.release()
     if not profiler.is_written:
@@ -218,18 +193,19 @@ def profile(
         raise ArgumentError(msg)
 
 
-def _usual_activities() -> list[torch_profiler.ProfilerActivity]:
-    """Return torch's activities for the CPU and the accelerator of this machine."""
-    kinds = torch_profiler.ProfilerActivity
-    # ProfilerActivity has no member for a device that torch cannot record
-    device: Any = getattr(kinds, devices.kind().upper(), kinds.CPU)
-    if device is kinds.CPU and devices.count():
-        device = kinds.PrivateUse1
-    return list(dict.fromkeys([kinds.CPU, device]))
+def _choose_activities(activities: Any) -> list[torch_profiler.ProfilerActivity]:
+    """Return activities as a list; by default those of this machine's CPU and accelerator.
 
-
-def _check_activities(activities: Any) -> list[torch_profiler.ProfilerActivity]:
-    """Return activities as a list; raise for those that torch would silently ignore."""
+    Raises:
+        ArgumentError: torch would silently ignore an activity.
+    """
+    if activities is None:
+        kinds = torch_profiler.ProfilerActivity
+        # ProfilerActivity has no member for a device that torch cannot record
+        device: Any = getattr(kinds, devices.kind().upper(), kinds.CPU)
+        if device is kinds.CPU and devices.count():
+            device = kinds.PrivateUse1
+        return list(dict.fromkeys([kinds.CPU, device]))
     possible = torch_profiler.supported_activities()
     chosen = list(activities) if isinstance(activities, Iterable) else []
     if not chosen or not all(activity in possible for activity in chosen):
