@@ -60,6 +60,22 @@ _READS = (
     _ATEN.is_nonzero.default,
 )
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ROWS = {
+    "params": "parameters",
+    "grads": "gradients",
+    "opt_state": "optimizer",
+    "buckets": "DDP's buckets",
+}
+"""Names of a table's rows, by attribute, if they differ from the attribute's name."""
+
+
+def _rows(self: "StateBytes | Memory") -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a table: a name, such as "gradients", and its bytes."""
+    for name, size in attrs.asdict(self, recurse=False).items():
+        if name == "slots":
+            yield from ((f"slot {slot!r}", number) for slot, number in size.items())
+        else:
+            yield _ROWS.get(name, name), size
 
 
 @attrs.frozen(kw_only=True)
@@ -83,31 +99,12 @@ class StateBytes:
     slots: Mapping[str, int]
     buckets: int
 
+    rows = _rows
+
     @property
     def total(self) -> int:
         """The sum of all rows, in bytes."""
         return sum(size for _, size in self.rows())
-
-    def rows(self) -> Iterator[tuple[str, int]]:
-        """Yield the rows of a table: a name, such as "gradients", and its bytes."""
-        return _table_rows(self)
-
-
-_ROWS = {
-    "params": "parameters",
-    "grads": "gradients",
-    "opt_state": "optimizer",
-    "buckets": "DDP's buckets",
-}
-"""Names of a table's rows, by attribute, if they differ from the attribute's name."""
-
-
-def _table_rows(sizes: "StateBytes | Memory") -> Iterator[tuple[str, Any]]:
-    for name, size in attrs.asdict(sizes, recurse=False).items():
-        if name == "slots":
-            yield from ((f"slot {slot!r}", number) for slot, number in size.items())
-        else:
-            yield _ROWS.get(name, name), size
 
 
 @attrs.frozen(kw_only=True)
@@ -221,18 +218,17 @@ def memory_estimate(
     )
 
 
-def _skeleton_from(source: ModelSource) -> Skeleton:
-    if isinstance(source, nn.Module):
-        return skeleton_of(source)
-    with torch.device("meta"):
-        module = source()
-    if not isinstance(module, nn.Module):
-        kind = type(module).__name__
+def _skeleton_from(model: Any) -> Skeleton:
+    if not isinstance(model, nn.Module):
+        with torch.device("meta"):
+            model = model()
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
         msg = (
             f"af.memory_estimate: model() returned {kind}; expected a torch.nn.Module."
         )
         raise ArgumentError(msg)
-    return skeleton_of(module)
+    return skeleton_of(model)
 
 
 def _on_host(setup: chain, axes: Mapping[str, int]) -> tuple[str, ...]:
@@ -470,14 +466,12 @@ class Memory:
     opt_state: Bytes
     slots: Mapping[str, Bytes]
 
+    rows = _rows
+
     @property
     def total(self) -> Bytes:
         """The sum of all rows."""
         return sum((size for _, size in self.rows()), Bytes(here=0, whole=0))
-
-    def rows(self) -> Iterator[tuple[str, Bytes]]:
-        """Yield the rows of the table: a name, such as "parameters", and its bytes."""
-        return _table_rows(self)
 
     _repr_html_ = text_as_html
 
@@ -686,9 +680,8 @@ def _call_in_branch(
 def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    if not isinstance(error, RuntimeError) or isinstance(error, Error):
-        return False
-    return any(sign in str(error) for sign in _SIGNS)
+    is_foreign = isinstance(error, RuntimeError) and not isinstance(error, Error)
+    return is_foreign and any(sign in str(error) for sign in _SIGNS)
 
 
 def _check_group(world: World) -> None:
