@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ _FLUSH_SECONDS = 10
 
 
 class _TensorBoard:
-    def __init__(self, directory: Path, step: int | None) -> None:
+    def __init__(self, directory: str | Path, step: int | None) -> None:
         package("tensorboard", extra="tensorboard")
         self._torch = package("torch.utils.tensorboard", extra="tensorboard")
         self.backend = self._torch.SummaryWriter(
-            str(directory),
+            str(Path(directory)),
             purge_step=None if step is None else step + 1,
             flush_secs=_FLUSH_SECONDS,
         )
@@ -83,12 +84,8 @@ def tensorboard(
     """
     if step is not None:
         check_step(step)
-    return custom(
-        lambda: _TensorBoard(Path(directory), step),
-        name="tensorboard",
-        world=world,
-        accepts=(IMAGES,),
-    )
+    open_sink = partial(_TensorBoard, directory, step)
+    return custom(open_sink, name="tensorboard", world=world, accepts=(IMAGES,))
 
 
 # `wandb`: track to a run of Weights & Biases.
@@ -153,9 +150,8 @@ def wandb(
         "id": run_id,
         "resume": None if run_id is None else "allow",
     }
-    return custom(
-        lambda: _Wandb(offline, **options), name="wandb", world=world, accepts=(IMAGES,)
-    )
+    open_sink = partial(_Wandb, offline, **options)
+    return custom(open_sink, name="wandb", world=world, accepts=(IMAGES,))
 
 
 # `comet`: track to an experiment of Comet.
@@ -233,9 +229,8 @@ def comet(
         "mode": "create" if run_id is None else "get_or_create",
         "online": not offline,
     }
-    return custom(
-        lambda: _Comet(**options), name="comet", world=world, accepts=(IMAGES,)
-    )
+    open_sink = partial(_Comet, **options)
+    return custom(open_sink, name="comet", world=world, accepts=(IMAGES,))
 
 
 # `mlflow`: track to a run of MLflow, with MLflow's client, which changes no global state.
@@ -307,9 +302,5 @@ def mlflow(
     Raises:
         TrackingError: the package mlflow is missing, or the run could not be opened.
     """
-    return custom(
-        lambda: _MLflow(experiment, store, name, run_id),
-        name="mlflow",
-        world=world,
-        accepts=(IMAGES,),
-    )
+    open_sink = partial(_MLflow, experiment, store, name, run_id)
+    return custom(open_sink, name="mlflow", world=world, accepts=(IMAGES,))

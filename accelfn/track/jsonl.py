@@ -11,10 +11,10 @@ import errno
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import attrs
 
@@ -32,7 +32,6 @@ from accelfn.track.tracker import (
 )
 
 FORMAT = 1
-_BLOCK = 65536
 
 
 class _Jsonl:
@@ -43,7 +42,8 @@ class _Jsonl:
         self._handle = os.open(path, flags, 0o644)
         try:
             self._lock()
-            os.ftruncate(self._handle, _length_of_lines(self._handle))
+            length = path.read_bytes().rfind(b"\n") + 1  # of the complete lines
+            os.ftruncate(self._handle, length)
             begins = {"accelfn": FORMAT, "began": time.time()}
             self._append(begins if step is None else {**begins, "step": step})
         except BaseException:
@@ -64,18 +64,17 @@ class _Jsonl:
             pass
 
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        values = spelt(dict(metrics))
-        self._append({"step": step, "time": time.time(), "metrics": values})
+        self._append({"step": step, "time": time.time(), "metrics": dict(metrics)})
 
     def hyperparameters(self, hyperparameters: Mapping[str, Plain]) -> None:
-        values = spelt(dict(hyperparameters))
-        self._append({"hyperparameters": values, "time": time.time()})
+        table = dict(hyperparameters)
+        self._append({"hyperparameters": table, "time": time.time()})
 
     def images(self, images: Mapping[str, Pixels], step: int) -> None:
         raise NotImplementedError
 
-    def _append(self, record: Mapping[str, Any]) -> None:
-        line = json.dumps(record, allow_nan=False).encode() + b"\n"
+    def _append(self, record: dict[str, Any]) -> None:
+        line = json.dumps(spelt(record), allow_nan=False).encode() + b"\n"
         end = os.fstat(self._handle).st_size
         number = errno.ENOSPC  # the disk is full if only a part of the line is written
         try:
@@ -92,20 +91,6 @@ class _Jsonl:
             os.fsync(self._handle)
         finally:
             os.close(self._handle)
-
-
-def _length_of_lines(handle: int) -> int:
-    """Return the length of a file in bytes, up to the end of its last complete line."""
-    end = os.fstat(handle).st_size
-    while end:
-        start = max(0, end - _BLOCK)
-        block = bytearray(end - start)
-        system.read_at(handle, start, memoryview(block))
-        newline = block.rfind(b"\n")
-        if newline >= 0:
-            return start + newline + 1
-        end = start
-    return 0
 
 
 @arguments.explain_call_errors
@@ -197,11 +182,27 @@ def read(path: str | Path) -> Log:
         msg = f"{path} cannot be read: {error.strerror}."
         raise TrackingError(msg) from error
     story = _Story()
-    for number, record in _records(path, lines):
+    for number, line in enumerate(lines, start=1):
         try:
-            story.hear(record)
-        except (TypeError, ValueError, KeyError, OverflowError):
-            raise _foreign(path, number, record) from None
+            record: Any = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            msg = f"{path}, line {number} is not valid JSON: {error}."
+            raise TrackingError(msg) from error
+        try:
+            version = record.get("accelfn", FORMAT)
+            if version == FORMAT:
+                story.hear(record)
+        except (AttributeError, TypeError, ValueError, KeyError, OverflowError):
+            text = f"is not a record of af.track.jsonl: {record!r:.200}"
+            msg = f"{path}, line {number} {text}."
+            raise TrackingError(msg) from None
+        if version != FORMAT:
+            msg = (
+                f"{path} has format {version}, but this version of accelfn reads only"
+                f" format {FORMAT}. Use the version that wrote the file."
+            )
+            raise TrackingError(msg)
+    story.note_resumed()
     metrics = dict[str, dict[int, float]]()
     for step, _, numbers in story.kept:
         for name, value in numbers.items():
@@ -226,78 +227,43 @@ class _Story:
         self.resumed: list[int] = []
         self.superseded = 0
         self._began = False
-        self._unheard = 0  # how often the file was opened since the last record
+        self._num_opened = (
+            0  # how often the file was opened again since the last record
+        )
 
     def hear(self, record: dict[str, Any]) -> None:
         if "hyperparameters" in record:
             self.hyperparameters.update(record["hyperparameters"])
         elif "began" in record:
             if "step" in record:
-                self._back_to(_step(record))
-            if self._began:
-                self.resumed.append(self._last())
-                self._unheard += 1
+                self._go_back(_step(record))
+            self._num_opened += self._began
             self._began = True
         else:
-            step, time, metrics = _step(record), _time(record), record["metrics"]
-            if not isinstance(metrics, dict):
-                raise TypeError
-            values = cast("dict[str, Any]", metrics)
-            numbers = {name: float(value) for name, value in values.items()}
+            step, time = _step(record), float(record["time"])
+            if not abs(time) < _LATEST:  # also True for NaN
+                raise ValueError
+            numbers = {name: float(value) for name, value in record["metrics"].items()}
             if self.kept and step < self.kept[-1][0]:
-                self._back_to(step - 1)
+                self._go_back(step - 1)
+            self.note_resumed()
             self.kept.append((step, time, numbers))
-            self._unheard = 0
 
-    def _back_to(self, step: int) -> None:
+    def _go_back(self, step: int) -> None:
         while self.kept and self.kept[-1][0] > step:
             self.kept.pop()
             self.superseded += 1
-        heard = len(self.resumed) - self._unheard
-        before = [at for at in self.resumed[:heard] if at <= step]
-        # trackers that wrote no record yet resume from the step that the run went back to
-        later = [min(at, self._last()) for at in self.resumed[heard:]]
-        self.resumed = before + later
+        self.resumed = [at for at in self.resumed if at <= step]
 
-    def _last(self) -> int:
-        return self.kept[-1][0] if self.kept else 0
+    def note_resumed(self) -> None:
+        """Store the last step for each tracker that opened the file since the last record."""
+        last = self.kept[-1][0] if self.kept else 0
+        self.resumed += [last] * self._num_opened
+        self._num_opened = 0
 
 
 def _step(record: dict[str, Any]) -> int:
     step = record["step"]
-    if type(step) is not int:
-        raise TypeError
-    if abs(step) >= MOST_STEPS:
+    if not arguments.is_integer(step) or abs(step) >= MOST_STEPS:
         raise ValueError
     return step
-
-
-def _time(record: dict[str, Any]) -> float:
-    time = float(record["time"])
-    if not abs(time) < _LATEST:  # also True for NaN
-        raise ValueError
-    return time
-
-
-def _foreign(path: Path, number: int, record: object) -> TrackingError:
-    text = f"is not a record of af.track.jsonl: {record!r:.200}"
-    return TrackingError(f"{path}, line {number} {text}.")
-
-
-def _records(path: Path, lines: list[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            msg = f"{path}, line {number} is not valid JSON: {error}."
-            raise TrackingError(msg) from error
-        if not isinstance(record, dict):
-            raise _foreign(path, number, cast("object", record))
-        row = cast("dict[str, Any]", record)
-        if row.get("accelfn", FORMAT) != FORMAT:
-            msg = (
-                f"{path} has format {row['accelfn']}, but this version of accelfn reads only"
-                f" format {FORMAT}. Use the version that wrote the file."
-            )
-            raise TrackingError(msg)
-        yield number, row

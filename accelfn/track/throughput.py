@@ -25,9 +25,8 @@ _PEAKS: Mapping[str, float] = {
 }
 """FLOP/s of dense matrix products in 16 bits, from data sheets, by a part of the GPU's name."""
 
-_is_positive = arguments.satisfies(
-    lambda value: value is None or (arguments.is_number(value) and value > 0),
-    "a positive number",
+_is_positive = attrs.validators.optional(
+    arguments.number(lambda value: value > 0, "a positive number")
 )
 
 
