@@ -96,14 +96,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 _NO_OPTIONS = ("command", "act", "run")
-_SHORT = {"nproc": "-n"}  # mpirun and srun use the same letter
 
 
 def _add_launching(add: Callable[..., Any]) -> None:
     launch = add(_launch, "run a script in several processes, on one machine or more")
     for name, option in OPTIONS.items():
         default = "" if option.default is None else f" (default {option.default})"
-        short = [_SHORT[name]] if name in _SHORT else []
+        short = ["-n"] if name == "nproc" else []  # as in mpirun and srun
         launch.add_argument(
             *short, flag(name), metavar=option.metavar, help=option.help + default
         )

@@ -76,6 +76,7 @@ class Crew:
             store: the rendezvous store, where ranks and launcher exchange messages.
         """
         self._context: Any = context
+        self._handlers: dict[int, Any] = context.subprocess_handlers
         self._workers, self._least = workers, least
         self._words = Words.at(store)
         self._lives = dict.fromkeys(range(len(workers)), 0)
@@ -160,10 +161,6 @@ class Crew:
         self.gone.add(place)
         self._context._running_local_ranks.discard(place)
 
-    @property
-    def _handlers(self) -> dict[int, Any]:
-        return cast("dict[int, Any]", self._context.subprocess_handlers)
-
     def _pid(self, place: int) -> int:
         return self._handlers[place].proc.pid
 
@@ -221,8 +218,13 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, worker_group: WorkerGroup
     ) -> RunResult:
-        watch = self._look()
-        if watch is None:
+        watch = self._watching()
+        may_end = watch.may_end()
+        # call the crew after the watch: the watch must see a killed process before the crew
+        # removes it
+        if self._crew is not None:
+            self._crew.look()
+        if not may_end or self._watching() is not watch:
             return RunResult(state=WorkerState.HEALTHY)
         watch.question()
         monitor: Any = super()._monitor_workers
@@ -256,16 +258,6 @@ class Agent(LocalElasticAgent):
     def _end_lines(self) -> None:
         for line in self._lines:
             line.end()
-
-    def _look(self) -> Watch | None:
-        """Look for ended processes; return the watch if torch's agent should also look."""
-        watch = self._watching()
-        may_end = watch.may_end()
-        # call the crew after the watch: the watch must see a killed process before the crew
-        # removes it
-        if self._crew is not None:
-            self._crew.look()
-        return watch if may_end and self._watching() is watch else None
 
     def _watching(self) -> Watch:
         """Return the `Watch` for the current processes; create it if they changed."""
@@ -303,7 +295,8 @@ def run_ranks(
         role="default",
         local_world_size=nproc,
         entrypoint=sys.executable,
-        args=tuple(map(_as_template, command)),
+        # torch's launcher replaces `${local_rank}` in an argument
+        args=tuple(arg.replace("$", "$$") for arg in command),
         rdzv_handler=handler,
         max_restarts=plan.max_restarts,
         monitor_interval=_EVERY_SECONDS,
@@ -336,8 +329,3 @@ def _not_met(machines: Machines, error: Exception) -> LaunchError:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
-
-
-def _as_template(arg: str) -> str:
-    """Escape an argument, because torch's launcher replaces `${local_rank}` in it."""
-    return arg.replace("$", "$$")

@@ -108,17 +108,12 @@ def ls(directory: str) -> tuple[list[str], int]:
             row = _row(folder, step)
             if files.is_there(folder):  # a running job may have removed it
                 table.append(row)
-    widths = [max(len(row[i]) for row in table) for i in range(4)]
-    rows = [
-        "  ".join(
-            [*(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=False)), row[4]]
-        )
-        for row in table
-    ]
+    *widths, _ = (max(map(len, column)) for column in zip(*table, strict=True))
+    rows = ["  ".join(map(str.rjust, row, [*widths, 0])).rstrip() for row in table]
     names = sorted(path.name for path in store.glob(".tmp-*"))
     reason = "is being written, or was left by an interrupted save"
     rows += [f"{name} {reason}" for name in names]
-    return [row.rstrip() for row in rows], 0
+    return rows, 0
 
 
 def _row(folder: Path, step: int) -> tuple[str, str, str, str, str]:

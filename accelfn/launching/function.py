@@ -24,7 +24,7 @@ import torch
 from accelfn import World
 from accelfn.errors import ArgumentError, LaunchError, RankFailedError, WorldError
 from accelfn.launching.machines import Plan
-from accelfn.launching.script import Ended, check_system, run_here
+from accelfn.launching.script import run_here
 from accelfn.launching.settings import MOST_PROCESSES
 from accelfn.plug import arguments, asked_size, codec, devices
 from accelfn.plug import axes as arithmetic
@@ -97,7 +97,12 @@ def launch(
         text = None if device is None else str(torch.device(device))
         options = {"device": text, "timeout": timeout, "axes": sizes}
         _write_call(folder, fn, args, options)
-        result = _run(folder, size)
+        # follow_all: a notebook shows only the output of this process, not that of rank 0
+        result = run_here([_RANK, str(folder)], Plan(nproc=size), follow_all=True)
+        if isinstance(result, signal.Signals):
+            signal.raise_signal(result)  # call this process's own handler
+            msg = f"af.launch: received {result.name}, and ended all ranks."
+            raise RankFailedError(msg)
         if result.failures:
             raise RankFailedError(result.report)
         return [_result(folder, rank) for rank in range(size)]
@@ -165,19 +170,6 @@ def _sources() -> dict[str, str]:
         for name, lines in cache.items()
         if lines and not arguments.is_file(Path(name))
     }
-
-
-def _run(folder: Path, nproc: int) -> Ended:
-    check_system()  # before imports that may fail on Windows or macOS
-    from torch.distributed.elastic import multiprocessing  # noqa: PLC0415  needed here only
-
-    try:
-        # follow_all: a notebook shows only the output of this process, not that of rank 0
-        return run_here([_RANK, str(folder)], Plan(nproc=nproc), follow_all=True)
-    except multiprocessing.SignalException as error:
-        signal.raise_signal(error.sigval)  # call this process's own handler
-        msg = f"af.launch: received {error.sigval.name}, and ended all ranks."
-        raise RankFailedError(msg) from error
 
 
 def _result(folder: Path, rank: int) -> Any:

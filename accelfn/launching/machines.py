@@ -8,7 +8,7 @@ join and leave, but its records are pickles.
 
 import socket
 import struct
-from contextlib import closing, suppress
+from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import Self
@@ -134,7 +134,7 @@ def _look_towards(host: str, port: int) -> tuple[str, bool]:
         # an IPv6 address in `host:port` is in brackets
         addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, target = addresses[0]
-        with closing(socket.socket(family, kind, protocol)) as probe:
+        with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)  # for a datagram socket, connect sends nothing
             address = probe.getsockname()[0]
             return address, address == target[0] or ip_address(address).is_loopback
@@ -148,7 +148,7 @@ def _look_towards(host: str, port: int) -> tuple[str, bool]:
 
 def interface_of(address: str) -> str | None:
     """Return the name of the network interface with this IPv4 address; None if unknown."""
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as asks:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:

@@ -66,48 +66,48 @@ def launch_script(
             started.
     """
     _check(script, module=module)
-    # imported here because `--help` and errors do not need torch's launcher
-    from torch.distributed.elastic import multiprocessing  # noqa: PLC0415
-
     # Rank 0 writes to the terminal directly, so that progress bars work. This process
     # copies the lines of the other ranks, and must not buffer them.
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     command = [*(["-m"] if module else []), script, *args]
-    try:
-        result = run_here(command, plan)
-    except multiprocessing.SignalException as error:
-        say(f"received {error.sigval.name}, and ended all ranks.")
-        return 128 + error.sigval
+    result = run_here(command, plan)
+    if isinstance(result, signal.Signals):
+        say(f"received {result.name}, and ended all ranks.")
+        return 128 + result
     if result.failures:
         say(result.report)
     return result.exit_code
 
 
-def check_system() -> None:
-    """Raise if the system cannot say how a child process ended without reaping it.
-
-    Raises:
-        LaunchError: the system is Windows, or macOS with Python 3.12 or earlier.
-    """
-    if not hasattr(os, "waitid"):
-        msg = (
-            "af.launch and `accelfn launch` need Linux, or macOS with Python 3.13 or later. Start"
-            " the script with torchrun, or simulate ranks: accelfn.testing.simulate(2, fn)."
-        )
-        raise LaunchError(msg)
-
-
-def run_here(command: Sequence[str], plan: Plan, *, follow_all: bool = False) -> Ended:
+def run_here(
+    command: Sequence[str], plan: Plan, *, follow_all: bool = False
+) -> Ended | signal.Signals:
     """Run ranks with `run_ranks`; restore environment and signal handlers afterwards.
+
+    Returns the outcome of the ranks, or the signal to end that this process received.
 
     Args:
         command: the command of each rank: a file, or `-m` and a module, then its arguments.
         plan: the number of processes, and the machines of the run.
         follow_all: whether this process also shows rank 0's output.
+
+    Raises:
+        LaunchError: the system is Windows, or macOS with Python 3.12 or earlier. Or the machines
+            did not connect.
     """
-    check_system()
-    from accelfn.launching.agent import run_ranks  # noqa: PLC0415  imports torch's launcher
+    if not hasattr(
+        os, "waitid"
+    ):  # it says how a child process ended without reaping it
+        msg = (
+            "af.launch and `accelfn launch` need Linux, or macOS with Python 3.13 or later. Start"
+            " the script with torchrun, or simulate ranks: accelfn.testing.simulate(2, fn)."
+        )
+        raise LaunchError(msg)
+    # imported here because `--help` and errors do not need torch's launcher
+    from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
+
+    from accelfn.launching.agent import run_ranks  # noqa: PLC0415
 
     if plan.machines.rank is None:
         say(f"{_describe_trust(plan.machines)}.")
@@ -117,14 +117,15 @@ def run_here(command: Sequence[str], plan: Plan, *, follow_all: bool = False) ->
         if why not in (_ALONE, _ASKED, _MAY_GO) and not is_usual:
             say(f"{name}={value} ({why}).")
     values = {name: value for name, (value, _) in variables.items()}
-    with (
-        tempfile.TemporaryDirectory(prefix="accelfn-launch-") as log_dir,
-        _environment(values),
-        _signal_handlers_kept(),
-        _torch_log_muted(),
-    ):
-        command = [_WORKER, str(os.getpid()), *command]
-        return run_ranks(command, plan, log_dir=log_dir, follow_all=follow_all)
+    command = [_WORKER, str(os.getpid()), *command]
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="accelfn-launch-") as log_dir,
+            _process_restored(values),
+        ):
+            return run_ranks(command, plan, log_dir=log_dir, follow_all=follow_all)
+    except SignalException as error:
+        return error.sigval
 
 
 def _check(script: str, *, module: bool) -> None:
@@ -197,38 +198,19 @@ def _describe_trust(machines: Machines) -> str:
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Generator[None]:
-    """Set variables for the ranks to inherit, and restore them afterwards."""
+def _process_restored(variables: Mapping[str, str]) -> Generator[None]:
+    """Set variables for the ranks to inherit, and mute torch's log; restore both afterwards.
+
+    The log is about failed ranks, for which accelfn writes its own report. Signal handlers are
+    also restored, because torch's launcher replaces them.
+    """
     before = {name: os.environ[name] for name in variables if name in os.environ}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in variables.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-
-
-@contextmanager
-def _signal_handlers_kept() -> Generator[None]:
-    """Restore the signal handlers that torch's launcher replaces."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     signals = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
-    handlers = {number: signal.getsignal(number) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _torch_log_muted() -> Generator[None]:
-    """Mute torch's log about failed ranks, because accelfn writes its own report."""
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {n: signal.getsignal(n) for n in (signals if is_main else ())}
     log = logging.getLogger("torch.distributed.elastic")
     nowhere, propagate = logging.NullHandler(), log.propagate
+    os.environ.update(variables)
     log.addHandler(nowhere)
     log.propagate = False
     try:
@@ -236,6 +218,11 @@ def _torch_log_muted() -> Generator[None]:
     finally:
         log.removeHandler(nowhere)
         log.propagate = propagate
+        for name in variables.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def say(text: str) -> None:
@@ -333,11 +320,8 @@ def returncode(pid: int) -> int | None:
 
 
 def _is_stopped(pid: int) -> bool:
-    try:
-        status = Path("/proc", str(pid), "stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] == "T"
+    status = _read_text(Path("/proc", str(pid), "stat"))
+    return status.rpartition(")")[2].split()[:1] == ["T"]
 
 
 def _read_text(file: Path) -> str:

@@ -5,7 +5,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -29,9 +28,9 @@ def main(num_ranks: int) -> None:
     device = "cpu" if devices.count() < num_ranks else None
     with af.World.from_env(timeout=_TIMEOUT, device=device) as world:
         _show("world", f"{world.size} ranks on {world.device.type}", world, start)
-        for name, test in _TESTS.items():
+        for test in (_collectives, _training, _checkpoint):
             start = time.monotonic()
-            _show(name, test(world), world, start)
+            _show(test.__name__.removeprefix("_"), test(world), world, start)
 
 
 def _show(name: str, result: str, world: af.World, start: float) -> None:
@@ -99,12 +98,6 @@ def _checkpoint(world: af.World) -> str:
         af.barrier(world)  # wait for all ranks before rank 0 deletes the folder
     return "the loaded state is bitwise equal to the saved state"
 
-
-_TESTS: dict[str, Callable[[af.World], str]] = {
-    "collectives": _collectives,
-    "training": _training,
-    "checkpoint": _checkpoint,
-}
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))

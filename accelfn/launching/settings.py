@@ -10,6 +10,7 @@ import stat
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -59,10 +60,8 @@ def _is_endpoint(value: object) -> bool:
 def _number(text: str) -> int | float | str:
     """Parse a number; return any other text unchanged, so that a later check rejects it."""
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return text
 
 
@@ -243,20 +242,15 @@ class Settings:
         Raises:
             LaunchError: a value is invalid or missing, or settings contradict each other.
         """
-        by_name: dict[str, Setting] = {}
-        for name, option in OPTIONS.items():
+        by_name = {n: Setting(option.default, DEFAULT) for n, option in OPTIONS.items()}
+        by_name |= {name: Setting(value, file) for name, value in table.items()}
+        for name in OPTIONS:
             text = options.get(name)
             if text is not None:
                 value = parse_setting(name, text, COMMAND_LINE)
                 by_name[name] = Setting(value, COMMAND_LINE)
-            elif name in table:
-                by_name[name] = Setting(table[name], file)
-            else:
-                by_name[name] = Setting(option.default, DEFAULT)
         settings = cls(by_name)
-        settings._check_rivals()
-        if is_whole:
-            settings._check_whole()
+        settings._check(is_whole=is_whole)
         return settings
 
     def __getitem__(self, name: str) -> Any:
@@ -266,8 +260,8 @@ class Settings:
     def _names_set(self, names: tuple[str, ...]) -> list[str]:
         return [name for name in names if self[name] is not None]
 
-    def _check_rivals(self) -> None:
-        """Raise if settings exclude each other."""
+    def _check(self, *, is_whole: bool) -> None:
+        """Raise if settings exclude each other, or if `is_whole` and settings are missing."""
         static, dynamic = self._names_set(NUMBERED), self._names_set(DYNAMIC)
         if static and dynamic:
             msg = (
@@ -284,22 +278,18 @@ class Settings:
                 " instead of restarting all ranks."
             )
             raise LaunchError(msg)
-
-    def _check_whole(self) -> None:
-        """Raise if settings are missing, or have no effect."""
-        static, dynamic = self._names_set(NUMBERED), self._names_set(DYNAMIC)
         count = self["num_machines"]
-        names: tuple[str, ...] = ()
+        needed: tuple[str, ...] = ()
         if dynamic:
-            names = DYNAMIC
+            needed = DYNAMIC
         elif isinstance(count, str):
-            names = ("rdzv_endpoint",)
+            needed = ("rdzv_endpoint",)
         elif count > 1:
-            names = ("machine_rank", "main_address")
+            needed = ("machine_rank", "main_address")
         elif static and self.by_name["num_machines"].source == DEFAULT:
-            names = ("num_machines",)
-        missing = [name for name in names if name not in static + dynamic]
-        if missing:
+            needed = ("num_machines",)  # without it, these settings have no effect
+        missing = [name for name in needed if name not in static + dynamic]
+        if missing and is_whole:
             flags = dynamic or ([] if isinstance(count, str) else static)
             subject = _join_flags(flags) if flags else f"--num-machines {count}"
             msg = f"{subject} needs {_join_flags(missing)} too."
@@ -346,10 +336,9 @@ class Settings:
         Raises:
             LaunchError: the product of the axes' sizes is not the number of ranks.
         """
-        text, source = self["axes"], self.by_name["axes"].source
-        if text is not None:
-            check_axes(text, source, size)
-        return text
+        if self["axes"] is not None:
+            check_axes(self["axes"], self.by_name["axes"].source, size)
+        return self["axes"]
 
     def lines(self) -> list[str]:
         """Return one line of text for each setting: its name, value and source."""
@@ -532,17 +521,14 @@ def _answer(table: dict[str, Any], name: str, ask: Callable[[str], str]) -> None
     option = OPTIONS[name]
     current = table.get(name, option.default)
     default = "none" if current is None else current
-    while True:
-        text = ask(f"{name}: {option.help} [{default}] ").strip()
+    while text := ask(f"{name}: {option.help} [{default}] ").strip():
         try:
-            if text:
-                current = parse_setting(name, text, "the answer")
+            current = parse_setting(name, text, "the answer")
+            break
         except LaunchError as error:
             sys.stderr.write(f"{error}\n")
-            continue
-        if current is not None:
-            table[name] = current
-        return
+    if current is not None:
+        table[name] = current
 
 
 def _ask_on_terminal(question: str) -> str:
