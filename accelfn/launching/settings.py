@@ -279,16 +279,18 @@ class Settings:
             )
             raise LaunchError(msg)
         count = self["num_machines"]
-        needed: tuple[str, ...] = ()
+        required_names: tuple[str, ...] = ()
         if dynamic:
-            needed = DYNAMIC
+            required_names = DYNAMIC
         elif isinstance(count, str):
-            needed = ("rdzv_endpoint",)
+            required_names = ("rdzv_endpoint",)
         elif count > 1:
-            needed = ("machine_rank", "main_address")
+            required_names = ("machine_rank", "main_address")
         elif static and self.by_name["num_machines"].source == DEFAULT:
-            needed = ("num_machines",)  # without it, these settings have no effect
-        missing = [name for name in needed if name not in static + dynamic]
+            required_names = (
+                "num_machines",
+            )  # without it, these settings have no effect
+        missing = [name for name in required_names if name not in static + dynamic]
         if missing and is_whole:
             flags = dynamic or ([] if isinstance(count, str) else static)
             subject = _join_flags(flags) if flags else f"--num-machines {count}"

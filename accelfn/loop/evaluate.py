@@ -364,8 +364,8 @@ def report_metric(state: TrainState, value: float | torch.Tensor) -> TrainState:
     state.lease.check()
     setup, world = state.definition.setup, state.definition.world
     slots: Mapping[str, Any] = state.slots
-    told = [n for n, s in slots.items() if isinstance(s, Mapping) and "reported" in s]
-    if not told:
+    names = [n for n, s in slots.items() if isinstance(s, Mapping) and "reported" in s]
+    if not names:
         msg = (
             "af.report_metric(state, value): no transform of the setup uses reported values. Add"
             " one to the setup, such as af.reduce_lr_on_plateau(patience=2)."
@@ -381,7 +381,7 @@ def report_metric(state: TrainState, value: float | torch.Tensor) -> TrainState:
         )
     new_slots = {
         name: {**slots[name], "reported": (*slots[name]["reported"], number)}
-        for name in told
+        for name in names
     }
     return attrs.evolve(state, slots={**slots, **new_slots})
 

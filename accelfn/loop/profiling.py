@@ -66,9 +66,11 @@ class Profiler:
         elif group_by_stack_n and not self._torch.with_stack:
             missing = f"group_by_stack_n={group_by_stack_n}", "stacks", "with_stack"
         if missing:
-            usage, what, option = missing
+            usage, values, option = missing
             call = f"profiler.key_averages({usage})"
-            msg = f"{call}: {what} were not recorded. Pass {option}=True to af.profile."
+            msg = (
+                f"{call}: {values} were not recorded. Pass {option}=True to af.profile."
+            )
             raise ArgumentError(msg)
         return self._torch.key_averages(group_by_input_shape, group_by_stack_n)
 
