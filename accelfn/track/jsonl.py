@@ -42,8 +42,8 @@ class _Jsonl:
         self._handle = os.open(path, flags, 0o644)
         try:
             self._lock()
-            length = path.read_bytes().rfind(b"\n") + 1  # of the complete lines
-            os.ftruncate(self._handle, length)
+            data = path.read_bytes() if os.fstat(self._handle).st_size else b""
+            os.ftruncate(self._handle, data.rfind(b"\n") + 1)  # keep complete lines
             begins = {"accelfn": FORMAT, "began": time.time()}
             self._append(begins if step is None else {**begins, "step": step})
         except BaseException:
