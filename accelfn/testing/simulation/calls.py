@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collective calls of simulated ranks: their data, log entries, reductions and faults."""
 
-import inspect
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
+from traceback import walk_stack
 from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
@@ -105,7 +105,7 @@ class Call:
             self.kind == "gather" and is_root
         ):
             return 0
-        if self.kind in _PART_FOR_EACH:
+        if self.kind in PART_FOR_EACH:
             parts = zip(self.group.ranks, self.sends, strict=True)
             return sum(_num_bytes(part) for rank, part in parts if rank != self.rank)
         return self.num_bytes
@@ -154,17 +154,13 @@ class Call:
     def _common(self) -> tuple[torch.Tensor, ...]:
         if self.kind.startswith("all_to_all"):  # `_unequal_splits` compares its tensors
             return ()
-        return self.sends if self.kind in _ONE_SENT else self.fills
+        return self.fills if self.kind in _OWN_RESULT else self.sends
 
 
 _FROM_ROOT = frozenset({"broadcast", "scatter"})
-_PART_FOR_EACH = frozenset({"scatter", "all_to_all", "all_to_all_single"})
-_ONE_SENT = frozenset(
-    {
-        *("all_reduce", "broadcast", "reduce", "send"),
-        *("all_gather", "all_gather_single", "gather"),
-    }
-)
+# in these collectives, a rank sends another tensor to each rank, and keeps its own
+PART_FOR_EACH = frozenset({"scatter", "all_to_all", "all_to_all_single"})
+_OWN_RESULT = frozenset({"scatter", "reduce_scatter", "reduce_scatter_single", "recv"})
 
 
 def differing(calls: Sequence[Call]) -> list[str]:
@@ -176,10 +172,9 @@ def differing(calls: Sequence[Call]) -> list[str]:
     if unequal or not calls[0].kind.startswith("all_to_all"):
         return unequal
     # whether each rank sends the tensors that their receivers expect
-    sent_rows = [[collectives.format_tensor(t) for t in call.sends] for call in calls]
-    filled_rows = [[collectives.format_tensor(t) for t in call.fills] for call in calls]
-    fit = sent_rows == [[*column] for column in zip(*filled_rows, strict=True)]
-    return [] if fit else ["splits"]
+    sent_rows = [tuple(map(collectives.format_tensor, call.sends)) for call in calls]
+    filled_rows = [map(collectives.format_tensor, call.fills) for call in calls]
+    return [] if sent_rows == [*zip(*filled_rows, strict=True)] else ["splits"]
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
@@ -268,32 +263,35 @@ Sums: TypeAlias = Literal["ranks", "ring", "tree"]
 Operation: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Parts: TypeAlias = Sequence[torch.Tensor]
 
-_OPERATIONS: Mapping[str, Operation] = {
-    "SUM": torch.add,
-    "AVG": torch.add,
-    "PRODUCT": torch.mul,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
-    "BAND": torch.bitwise_and,
-    "BOR": torch.bitwise_or,
-    "BXOR": torch.bitwise_xor,
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_COMPLEX = {torch.complex64, torch.complex128}
+_INTEGERS = {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+# for each reduction: its function, and the dtypes that Gloo can reduce
+_OPERATIONS: Mapping[str, tuple[Operation, set[torch.dtype]]] = {
+    "SUM": (torch.add, _FLOATS | _COMPLEX | _INTEGERS),
+    "AVG": (torch.add, _FLOATS | _COMPLEX),
+    "PRODUCT": (torch.mul, _FLOATS | _COMPLEX | _INTEGERS),
+    "MIN": (torch.minimum, _FLOATS | _INTEGERS),
+    "MAX": (torch.maximum, _FLOATS | _INTEGERS),
+    "BAND": (torch.bitwise_and, _INTEGERS),
+    "BOR": (torch.bitwise_or, _INTEGERS),
+    "BXOR": (torch.bitwise_xor, _INTEGERS),
 }
+
+
+def can_carry_out(kind: str, op: str | None, tensor: torch.Tensor) -> bool:
+    """Return whether Gloo supports this collective and reduction for the tensor."""
+    if tensor.layout is not torch.strided and (kind, op) != ("all_reduce", "SUM"):
+        return False
+    return op is None or (op in _OPERATIONS and tensor.dtype in _OPERATIONS[op][1])
 
 
 def reduce_tensors(op: str, parts: Parts, sums: Sums) -> torch.Tensor:
     """Return the reduction (sum, max, ...) of all ranks' tensors."""
     # a sparse tensor cannot be split into the pieces of a ring
     dense = parts[0].layout is torch.strided
-    total = (_ORDERS[sums] if dense else _by_rank)(_OPERATIONS[op], parts)
+    total = (_ORDERS[sums] if dense else reduce)(_OPERATIONS[op][0], parts)
     return total / len(parts) if op == "AVG" else total
-
-
-def _by_rank(operate: Operation, parts: Parts) -> torch.Tensor:
-    """Reduce from the first rank to the last."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = operate(total, part)
-    return total
 
 
 def _by_ring(operate: Operation, parts: Parts) -> torch.Tensor:
@@ -301,7 +299,7 @@ def _by_ring(operate: Operation, parts: Parts) -> torch.Tensor:
     size = len(parts)
     pieces = [part.reshape(-1).tensor_split(size) for part in parts]
     totals = [
-        _by_rank(operate, [pieces[(i + k) % size][i] for k in range(1, size + 1)])
+        reduce(operate, [pieces[(i + k) % size][i] for k in range(1, size + 1)])
         for i in range(size)
     ]
     return torch.cat(totals).view_as(parts[0])
@@ -317,7 +315,7 @@ def _by_pairs(operate: Operation, parts: Parts) -> torch.Tensor:
 
 
 _ORDERS: Mapping[Sums, Callable[[Operation, Parts], torch.Tensor]] = {
-    "ranks": _by_rank,
+    "ranks": reduce,  # from the first rank to the last
     "ring": _by_ring,
     "tree": _by_pairs,
 }
@@ -505,16 +503,10 @@ def is_due(fault: Fault, call: Call, *, has_result: bool) -> bool:
 
 def _is_corruptible(call: Call) -> bool:
     tensors = [fill for fill in call.fills if fill.numel()]
-    if any(not tensor.dtype.is_floating_point for tensor in tensors) and _is_in_ddp():
-        return False
-    return bool(tensors)
-
-
-def _is_in_ddp() -> bool:
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename != distributed.__file__:
-        frame = frame.f_back
-    return frame is not None
+    if all(tensor.dtype.is_floating_point for tensor in tensors):
+        return bool(tensors)
+    files = (frame.f_code.co_filename for frame, _ in walk_stack(None))
+    return distributed.__file__ not in files
 
 
 def _terminate() -> None:

@@ -52,33 +52,12 @@ Tensors: TypeAlias = tuple[torch.Tensor, ...]
 Results: TypeAlias = list[Tensors]
 """For each rank, the values of the tensors that its call receives."""
 
-_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-_COMPLEX = {torch.complex64, torch.complex128}
-_INTEGERS = {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
-_ALL = _FLOATS | _COMPLEX | _INTEGERS  # the dtypes that Gloo can reduce
-_DTYPES = {
-    "SUM": _ALL,
-    "AVG": _FLOATS | _COMPLEX,
-    "PRODUCT": _ALL,
-    "MIN": _FLOATS | _INTEGERS,
-    "MAX": _FLOATS | _INTEGERS,
-    "BAND": _INTEGERS,
-    "BOR": _INTEGERS,
-    "BXOR": _INTEGERS,
-}
-
-
-def can_carry_out(kind: str, op: str | None, tensor: torch.Tensor) -> bool:
-    """Return whether Gloo supports this collective and reduction for the tensor."""
-    if tensor.layout is not torch.strided and (kind, op) != ("all_reduce", "SUM"):
-        return False
-    return op is None or tensor.dtype in _DTYPES.get(op, ())
-
 
 def results(calls: Sequence[Call], sums: Sums) -> Results:
     """Compute the result of each rank. `calls` has the calls of all ranks, in rank order."""
     with _no_modes():
-        return _OPERATIONS[calls[0].kind.removesuffix("_single")](calls, sums)
+        results = _results(calls, sums)
+    return [got if call.fills else () for call, got in zip(calls, results, strict=True)]
 
 
 def _no_modes() -> AbstractContextManager[object]:
@@ -94,56 +73,29 @@ def _no_modes() -> AbstractContextManager[object]:
     return stack
 
 
-def _reduce(calls: Sequence[Call], sums: Sums) -> Results:
-    total = reduce_tensors(str(calls[0].op), [call.sends[0] for call in calls], sums)
-    return [(total,) if call.fills else () for call in calls]
-
-
-def _broadcast(calls: Sequence[Call], _sums: Sums) -> Results:
-    return [_of_root(calls).sends] * len(calls)
-
-
-def _gather(calls: Sequence[Call], _sums: Sums) -> Results:
-    """Gather for all ranks, or only for the root."""
-    parts = tuple(call.sends[0] for call in calls)
-    return [parts if call.fills else () for call in calls]
-
-
-def _scatter(calls: Sequence[Call], _sums: Sums) -> Results:
-    return [(part,) for part in _of_root(calls).sends]
-
-
-def _of_root(calls: Sequence[Call]) -> Call:
-    return next(call for call in calls if call.rank == call.root)
-
-
-def _reduce_scatter(calls: Sequence[Call], sums: Sums) -> Results:
+def _results(calls: Sequence[Call], sums: Sums) -> Results:
+    """Compute the result of each rank, also of ranks that receive nothing."""
+    sends = [call.sends for call in calls]
     op = str(calls[0].op)
-    shares = ([call.sends[rank] for call in calls] for rank in range(len(calls)))
-    return [(reduce_tensors(op, share, sums),) for share in shares]
-
-
-def _all_to_all(calls: Sequence[Call], _sums: Sums) -> Results:
-    return [tuple(call.sends[r] for call in calls) for r in range(len(calls))]
-
-
-def _message(calls: Sequence[Call], _sums: Sums) -> Results:
-    """Pass the tensors of a send to the matching recv. A barrier has no tensors."""
-    return [calls[0].sends if call.fills else () for call in calls]
-
-
-_OPERATIONS: dict[str, Callable[[Sequence[Call], Sums], Results]] = {
-    "all_reduce": _reduce,
-    "reduce": _reduce,
-    "broadcast": _broadcast,
-    "all_gather": _gather,
-    "gather": _gather,
-    "scatter": _scatter,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "barrier": _message,
-    "send": _message,
-}
+    of_root = next((call.sends for call in calls if call.rank == call.root), ())
+    same: Tensors
+    match calls[0].kind.removesuffix("_single"):
+        case "scatter":
+            return [(part,) for part in of_root]
+        case "reduce_scatter":
+            shares = zip(*sends, strict=True)
+            return [(reduce_tensors(op, share, sums),) for share in shares]
+        case "all_to_all":
+            return [*zip(*sends, strict=True)]
+        case "all_reduce" | "reduce":
+            same = (reduce_tensors(op, [send[0] for send in sends], sums),)
+        case "all_gather" | "gather":
+            same = tuple(send[0] for send in sends)
+        case "broadcast":
+            same = of_root
+        case _:  # a message from the first rank to the second, or a barrier
+            same = sends[0]
+    return [same] * len(calls)
 
 
 # Matching: which calls of different ranks belong to the same collective.
@@ -158,18 +110,13 @@ class Meeting:
 
     Attributes:
         calls: the calls of all ranks in rank order, or the send and its recv.
-        results: the result of each call; None until all ranks have called.
+        results: the result of each call; empty until all ranks have called.
         ends_at: the virtual time when the results are there.
     """
 
     calls: list[Call] = attrs.field(factory=list["Call"])
-    results: Results | None = None
+    results: Results = attrs.field(factory=list[Tensors])
     ends_at: float = 0.0
-
-    def result_of(self, call: Call) -> Tensors:
-        """Return the tensors that one of the calls receives."""
-        assert self.results is not None  # noqa: S101 - the caller has waited
-        return self.results[self.calls.index(call)]
 
 
 class CallMatching:
@@ -178,47 +125,41 @@ class CallMatching:
     def __init__(self) -> None:
         """Initialize without calls."""
         self._num_joined: Counter[tuple[int, Members]] = Counter()
-        self._by_order: dict[tuple[int, Members], Meeting] = {}
-        self._messages: list[Meeting] = []
+        self._waiting: dict[Hashable, Meeting] = {}
 
     def join(self, call: Call) -> tuple[Meeting, bool]:
         """Add a call to its `Meeting`. Return the meeting, and whether it is now complete."""
+        place: Hashable
         if call.is_message:
-            return self._join_message(call)
-        place = self._num_joined[call.rank, call.group], call.group
-        self._num_joined[call.rank, call.group] += 1
-        meeting = self._by_order.setdefault(place, Meeting())
+            places = (
+                k for k, m in self._waiting.items() if _is_message(m.calls[0], call)
+            )
+            place, size = next(places, object()), 2
+        else:
+            place = self._num_joined[call.rank, call.group], call.group
+            self._num_joined[call.rank, call.group] += 1
+            size = len(call.group.ranks)
+        meeting = self._waiting.setdefault(place, Meeting())
         meeting.calls.append(call)
-        if len(meeting.calls) < len(call.group.ranks):
+        if len(meeting.calls) < size:
             return meeting, False
-        del self._by_order[place]
-        meeting.calls.sort(key=lambda c: c.rank)
+        del self._waiting[place]
+        meeting.calls.sort(key=lambda c: (c.kind == "recv", c.rank))
         return meeting, True
 
     def incomplete(self) -> list[Call]:
         """Return the calls that still wait for matching calls."""
-        waiting = [*self._by_order.values(), *self._messages]
-        return [call for meeting in waiting for call in meeting.calls]
+        return [call for meeting in self._waiting.values() for call in meeting.calls]
 
     def forget(self, is_gone: Callable[[Members], object]) -> None:
         """Drop the waiting calls of all groups for which `is_gone` is true."""
-        calls, messages = self._by_order, self._messages
-        self._by_order = {k: m for k, m in calls.items() if not is_gone(k[1])}
-        self._messages = [m for m in messages if not is_gone(m.calls[0].group)]
-
-    def _join_message(self, call: Call) -> tuple[Meeting, bool]:
-        for meeting in self._messages:
-            pair = sorted((*meeting.calls, call), key=lambda c: c.kind == "recv")
-            if _is_message(*pair):
-                self._messages.remove(meeting)
-                meeting.calls = pair
-                return meeting, True
-        meeting = Meeting([call])
-        self._messages.append(meeting)
-        return meeting, False
+        waiting = self._waiting.items()
+        self._waiting = {k: m for k, m in waiting if not is_gone(m.calls[0].group)}
 
 
-def _is_message(send: Call, recv: Call) -> bool:
+def _is_message(one: Call, other: Call) -> bool:
+    """Whether two calls are a send and its recv, in any order."""
+    send, recv = (other, one) if one.kind == "recv" else (one, other)
     return (
         (send.kind, recv.kind) == ("send", "recv")
         and send.peer == recv.rank
@@ -231,40 +172,37 @@ def _is_message(send: Call, recv: Call) -> bool:
 # Status: the last call of each simulated rank, for the tables in error messages.
 
 
+@attrs.define
 class RankStatus:
-    """Each rank's last call, whether that call still runs, and how the rank ended."""
+    """Each rank's last call, whether that call still runs, and how the rank ended.
 
-    def __init__(self, size: int) -> None:
-        """Initialize for `size` ranks that have not yet called a collective."""
-        self._last: list[Call | None] = [None] * size
-        self._inside: set[int] = set()
-        self._ends: dict[int, str] = {}
+    Attributes:
+        last: the last call of each rank; None if the rank has not yet called a collective.
+        inside: the ranks whose last call still runs.
+        ends: for each rank that has ended, how it ended, for example "returned".
+    """
+
+    last: list[Call | None]
+    inside: set[int] = attrs.field(factory=set[int])
+    ends: dict[int, str] = attrs.field(factory=dict[int, str])
 
     def enter(self, call: Call) -> None:
         """Record that a rank has entered a call."""
-        self._last[call.rank] = call
-        self._inside.add(call.rank)
-
-    def exit(self, rank: int) -> None:
-        """Record that a rank has left its last call."""
-        self._inside.discard(rank)
-
-    def end(self, rank: int, how: str) -> None:
-        """Record how a rank ended, for example "returned"."""
-        self._ends[rank] = how
+        self.last[call.rank] = call
+        self.inside.add(call.rank)
 
     def describe(self, rank: int) -> str:
         """Return a text with the rank's last call, and how the rank ended if it did."""
-        last, how = self._last[rank], self._ends.get(rank)
+        last, how = self.last[rank], self.ends.get(rank)
         if last is None:
             return how or "has called no collective"
-        place = "in" if rank in self._inside else "after"
+        place = "in" if rank in self.inside else "after"
         where = f"{place} #{last.index} {last.kind}"
         return where if how is None else f"{how} {where}"
 
     def __str__(self) -> str:
         """Return a table with one line per rank."""
-        cells = [() if last is None else last.row()[1:] for last in self._last]
+        cells = [() if last is None else last.row()[1:] for last in self.last]
         return collectives.table(
             {rank: (self.describe(rank), *cells[rank]) for rank in range(len(cells))}
         )
@@ -298,12 +236,12 @@ class Exchange:
         self.clocks = [0.0] * size
         self.turns: Turns | None = None
         self._matching = CallMatching()
-        self._status = RankStatus(size)
+        self._status = RankStatus([None] * size)
         self._num_called = [0] * size
         self._gone: dict[int, Unwound] = {}
         self._failure: Callable[[int], Exception] | None = None
         self._raised: dict[int, list[Exception]] = {rank: [] for rank in range(size)}
-        self._given_up: dict[Members, int] = {}
+        self._given_up: dict[Members, tuple[int, str]] = {}
         self._asking: set[int] = set()
         self._num_asked = 0
 
@@ -320,13 +258,12 @@ class Exchange:
         self._num_called[call.rank] += 1
         self._num_asked = 0
         self._status.enter(call)
-        if self.faults:
-            self._strike(call.rank, partial(is_due, call=call, has_result=False))
+        self._strike(call.rank, partial(is_due, call=call, has_result=False))
         call.at = self.clocks[call.rank]
         meeting, is_complete = self._matching.join(call)
         if is_complete:
             self._carry_out(meeting)
-        self._status.exit(call.rank)
+        self._status.inside.discard(call.rank)
         return meeting
 
     def wait(self, call: Call, meeting: Meeting) -> Tensors:
@@ -335,11 +272,11 @@ class Exchange:
         Raises:
             SimulationError, PeerFailedError: the world has failed or ended.
         """
-        self._let_run(call, lambda: meeting.results is not None)
-        if meeting.results is None:
+        self._let_run(call, lambda: bool(meeting.results))
+        if not meeting.results:
             self._check(call)
         self.clocks[call.rank] = max(self.clocks[call.rank], meeting.ends_at)
-        return meeting.result_of(call)
+        return meeting.results[meeting.calls.index(call)]
 
     def is_done(self, call: Call, meeting: Meeting) -> bool:
         """Let other ranks run, and return whether the results are there.
@@ -351,24 +288,21 @@ class Exchange:
         """
         rank = call.rank
         self._asking.add(rank)
-        self._let_run(
-            call, lambda: meeting.results is not None or rank not in self._asking
-        )
+        self._let_run(call, lambda: bool(meeting.results) or rank not in self._asking)
         self._asking.discard(rank)
-        if meeting.results is None:
+        if not meeting.results:
             self._check(call)
-        return meeting.results is not None
+        return bool(meeting.results)
 
     def give_up(self, rank: int, group: Members) -> None:
         """Make all calls of one group fail on all ranks."""
         if group not in self._given_up:
-            self._given_up[group] = rank
+            self._given_up[group] = rank, "has closed this process group."
             self._matching.forget(lambda members: members == group)
 
     def receive(self, call: Call) -> None:
         """Apply planned faults that change the tensors that a rank has received."""
-        if self.faults:
-            self._strike(call.rank, partial(is_due, call=call, has_result=True), call)
+        self._strike(call.rank, partial(is_due, call=call, has_result=True), call)
 
     def stuck(self) -> None:
         """Let ranks that poll a call continue. Without such a rank, raise a deadlock error."""
@@ -387,10 +321,10 @@ class Exchange:
         error = self._gone.get(rank, error)
         if error is None or isinstance(error, Left):
             self.regroup.leave(rank)
-            self._status.end(rank, "returned" if error is None else error.how)
+            self._status.ends[rank] = "returned" if error is None else error.how
             return None
         is_crash = isinstance(error, Crashed)
-        self._status.end(rank, error.how if is_crash else f"raised {_repr(error)}")
+        self._status.ends[rank] = error.how if is_crash else f"raised {_repr(error)}"
         how = self._status.describe(rank)
         if is_crash and self.regroup.lose(rank, how):
             self._matching.forget(self.regroup.lost_of)
@@ -420,7 +354,7 @@ class Exchange:
                 f"{collectives.table(rows)}\n{self._recent()}"
             )
         self.turns = self._failure = None
-        self._matching, self._status = CallMatching(), RankStatus(self.size)
+        self._matching, self._status = CallMatching(), RankStatus([None] * self.size)
         self._gone.clear()
         self._raised.clear()
         self._given_up.clear()
@@ -433,9 +367,7 @@ class Exchange:
     def _check(self, call: Call) -> None:
         """Raise an error if the world has failed, the rank ended, or another thread calls."""
         rank = call.rank
-        self._check_place(call)
-        if rank in self._gone:
-            raise self._gone[rank]
+        self._turns_of(call)
         if self._failure is None:
             self._check_group(call)
             return
@@ -450,22 +382,25 @@ class Exchange:
 
     def _check_group(self, call: Call) -> None:
         """Raise an error if a rank has closed the call's group, or crashed in the group."""
-        crash = self.regroup.lost_of(call.group)
-        peer = self._given_up.get(call.group)
-        if crash is not None:
-            peer, how = crash
-            why = f"{how}. Continue with the remaining ranks: af.regroup(state)."
-        elif peer is not None:
-            why = "has closed this process group."
-        else:
-            return
-        msg = (
-            f"Rank {call.rank} of {self.size} called {call.kind} from {call.site}, but"
-            f" rank {peer} {why}"
-        )
-        raise PeerFailedError(msg)
+        end = self._lost_of(call.group)
+        if end is not None:
+            peer, why = end
+            msg = (
+                f"Rank {call.rank} of {self.size} called {call.kind} from {call.site}, but"
+                f" rank {peer} {why}"
+            )
+            raise PeerFailedError(msg)
 
-    def _check_place(self, call: Call) -> None:
+    def _lost_of(self, group: Members) -> tuple[int, str] | None:
+        """Return a rank that has closed a group or crashed in it, and the reason; or None."""
+        crash = self.regroup.lost_of(group)
+        if crash is None:
+            return self._given_up.get(group)
+        rank, how = crash
+        return rank, f"{how}. Continue with the remaining ranks: af.regroup(state)."
+
+    def _turns_of(self, call: Call) -> Turns:
+        """Return the turns of the ranks, after a check that this rank may call."""
         rank = call.rank
         if self.turns is None:
             msg = (
@@ -481,34 +416,27 @@ class Exchange:
                 " or a DTensor in a global variable or class attribute."
             )
             raise SimulationError(msg)
+        if rank in self._gone:
+            raise self._gone[rank]
+        return self.turns
 
     def _let_run(self, call: Call, ready: Callable[[], bool]) -> None:
         """Let other ranks run until `ready()`, or until the world has failed."""
-        turns = self.turns
-        if turns is None or not turns.has_turn(call.rank) or call.rank in self._gone:
-            self._check(call)
-            return
+        turns = self._turns_of(call)
         self._status.enter(call)
         turns.wait(
             call.rank,
             lambda: (
                 ready()
                 or self._failure is not None
-                or call.group in self._given_up
-                or self.regroup.lost_of(call.group) is not None
+                or self._lost_of(call.group) is not None
             ),
         )
-        self._status.exit(call.rank)
+        self._status.inside.discard(call.rank)
 
     def activity(self, rank: int) -> connection.Activity:
-        """Create a rank's activity: the record of its current update and collective label.
-
-        If faults are planned, the record reports the start of each update.
-        """
-        activity = connection.Activity()
-        if self.faults or self._gone:
-            activity.on_update = partial(self.begin_update, rank)
-        return activity
+        """Create a rank's activity: the record of its current update and collective label."""
+        return connection.Activity(on_update=partial(self.begin_update, rank))
 
     def begin_update(self, rank: int, update: int) -> None:
         """Apply the faults that are planned for the beginning of an update."""

@@ -8,9 +8,9 @@ that writes the results.
 
 import os
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from traceback import walk_tb
 from types import SimpleNamespace
@@ -25,8 +25,7 @@ from torch.distributed import device_mesh
 
 from accelfn.errors import ArgumentError, DefaultGroupError, Error, SimulationError
 from accelfn.plug import collectives, connection
-from accelfn.testing.simulation.calls import Call, Entry, Members
-from accelfn.testing.simulation.exchange import can_carry_out
+from accelfn.testing.simulation.calls import Call, Entry, Members, can_carry_out
 
 # pyright: reportIncompatibleMethodOverride=false, reportPrivateUsage=false
 # torch's type stubs use different names for the same parameter in different methods
@@ -81,33 +80,28 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce each tensor over all ranks, in place."""
-        sends, op = _list(tensors), _op(opts)
-        calls = [self._call("all_reduce", [t], [t], op=op) for t in sends]
-        return self._post(calls, sends)
+        return self._in_place("all_reduce", tensors, op=_op(opts))
 
     allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:
         """Send the root's tensor to all ranks."""
-        sends, root = _list(tensors), _root(opts)
-        calls = [self._call("broadcast", [t], [t], root=root) for t in sends]
-        return self._post(calls, sends)
+        return self._in_place("broadcast", tensors, root=_root(opts))
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce to the root. The tensors of other ranks do not change."""
         sends, root = _list(tensors), _root(opts)
         fills = sends if root == self.rank() else []
-        call = self._call("reduce", sends, fills, op=_op(opts), root=root)
-        return self._post([call], sends)
+        return self._start("reduce", [(sends, fills)], sends, op=_op(opts), root=root)
 
     def allgather(self, outputs: Any, inputs: Tensors, opts: Any = None) -> Work:
         """Gather every rank's tensor into a list."""
         lists = [outputs] if isinstance(outputs[0], torch.Tensor) else list(outputs)
         calls = [
-            self._call("all_gather", [send], self._per_rank_like(fills, send))
+            ([send], self._per_rank_like(fills, send))
             for send, fills in zip(_list(inputs), lists, strict=True)
         ]
-        return self._post(calls, [fill for fills in lists for fill in fills])
+        return self._start("all_gather", calls, [*chain.from_iterable(lists)])
 
     def allgather_coalesced(
         self, outputs: Any, inputs: Tensors, opts: Any = None
@@ -116,68 +110,52 @@ class SimulatedGroup(dist.ProcessGroup):
         return self.allgather(list(zip(*outputs, strict=True)), inputs)
 
     def all_gather_single(
-        self, output: torch.Tensor, send: torch.Tensor, opts: Any = None
-    ) -> Work:
-        """Gather every rank's tensor into one tensor, in rank order."""
-        return self.all_gather_single_coalesced([output], [send])
-
-    def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Gather several tensors from every rank, each into one tensor in rank order."""
+        """Gather every rank's tensor into one tensor in rank order, once or several times."""
+        fills = _list(outputs)
         calls = [
-            self._call("all_gather_single", [send], self._parts(fill, send))
-            for fill, send in zip(_list(outputs), _list(inputs), strict=True)
+            ([send], self._parts(fill, send))
+            for fill, send in zip(fills, _list(inputs), strict=True)
         ]
-        return self._post(calls, _list(outputs))
+        return self._start("all_gather_single", calls, fills)
 
     def gather(self, outputs: Any, inputs: Tensors, opts: Any = None) -> Work:
         """Gather every rank's tensor on the root."""
         sends = _list(inputs)
         fills = self._per_rank_like(outputs[0], sends[0]) if outputs else []
-        call = self._call("gather", sends, fills, root=_root(opts))
-        return self._post([call], fills)
+        return self._start("gather", [(sends, fills)], fills, root=_root(opts))
 
     def scatter(self, outputs: Tensors, inputs: Any, opts: Any = None) -> Work:
         """Send each rank one of the root's tensors."""
         fills = _list(outputs)
         sends = self._per_rank_like(inputs[0], fills[0]) if inputs else []
-        call = self._call("scatter", sends, fills, root=_root(opts))
-        return self._post([call], fills)
+        return self._start("scatter", [(sends, fills)], fills, root=_root(opts))
 
     def reduce_scatter(self, outputs: Tensors, inputs: Any, opts: Any = None) -> Work:
         """Reduce a list of tensors. Each rank gets one of the results."""
-        op = _op(opts)
+        fills = _list(outputs)
         calls = [
-            self._call(
-                "reduce_scatter", self._per_rank_like(sends, fill), [fill], op=op
-            )
-            for fill, sends in zip(_list(outputs), inputs, strict=True)
+            (self._per_rank_like(sends, fill), [fill])
+            for fill, sends in zip(fills, inputs, strict=True)
         ]
-        return self._post(calls, _list(outputs))
+        return self._start("reduce_scatter", calls, fills, op=_op(opts))
 
     def reduce_scatter_single(
-        self, output: torch.Tensor, send: torch.Tensor, opts: Any = None
-    ) -> Work:
-        """Reduce one tensor. Each rank gets a part of the result."""
-        return self.reduce_scatter_single_coalesced([output], [send], opts)
-
-    def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Reduce several tensors. Each rank gets a part of each result."""
-        kind, op = "reduce_scatter_single", _op(opts)
+        """Reduce one or several tensors. Each rank gets a part of each result."""
+        fills = _list(outputs)
         calls = [
-            self._call(kind, self._parts(send, fill), [fill], op=op)
-            for fill, send in zip(_list(outputs), _list(inputs), strict=True)
+            (self._parts(send, fill), [fill])
+            for fill, send in zip(fills, _list(inputs), strict=True)
         ]
-        return self._post(calls, _list(outputs))
+        return self._start("reduce_scatter_single", calls, fills, op=_op(opts))
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """Send each rank one tensor of a list."""
         fills = self._per_rank(outputs)
-        call = self._call("all_to_all", self._per_rank(inputs), fills)
-        return self._post([call], fills)
+        return self._start("all_to_all", [(self._per_rank(inputs), fills)], fills)
 
     def all_to_all_single(
         self,
@@ -188,24 +166,22 @@ class SimulatedGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """Send each rank some rows of a tensor."""
-        call = self._call(
-            "all_to_all_single",
-            self._rows(send, input_splits),
-            self._rows(output, output_splits),
-        )
-        return self._post([call], [output])
+        call = self._rows(send, input_splits), self._rows(output, output_splits)
+        return self._start("all_to_all_single", [call], [output])
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Work:
         """Send tensors to one rank, which must call `recv`."""
         sends = _list(tensors)
-        calls = [self._call("send", [t], [], peer=peer, tag=tag) for t in sends]
-        return self._post(calls, sends)
+        return self._start(
+            "send", [([t], []) for t in sends], sends, peer=peer, tag=tag
+        )
 
     def recv(self, tensors: Tensors, peer: int | None, tag: int = 0) -> Work:
         """Receive tensors from one rank."""
         fills = _list(tensors)
-        calls = [self._call("recv", [], [fill], peer=peer, tag=tag) for fill in fills]
-        return self._post(calls, fills)
+        return self._start(
+            "recv", [([], [t]) for t in fills], fills, peer=peer, tag=tag
+        )
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """Receive tensors from the first rank that sends."""
@@ -213,7 +189,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Work:
         """Wait until all ranks have called `barrier`."""
-        return self._post([self._call("barrier", [], [])], [])
+        return self._start("barrier", [([], [])], [])
 
     def among(
         self, members: Members, activity: connection.Activity
@@ -256,23 +232,30 @@ class SimulatedGroup(dist.ProcessGroup):
 
     abort = shutdown
 
-    def _call(
+    def _in_place(self, kind: str, tensors: Tensors, **options: Any) -> Work:
+        """Start one collective per tensor, which receives the result."""
+        outputs = _list(tensors)
+        return self._start(kind, [([t], [t]) for t in outputs], outputs, **options)
+
+    def _start(
         self,
         kind: str,
-        sends: Sequence[torch.Tensor],
-        fills: Sequence[torch.Tensor],
+        calls: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
+        outputs: Sequence[torch.Tensor],
         *,
         op: str | None = None,
         root: int | None = None,
         peer: int | None = None,
         tag: int = 0,
-    ) -> Call:
-        size = self._size
+    ) -> Work:
+        """Post calls, given by the tensors that each call sends and receives."""
         for name, rank in (("root", root), ("peer", peer)):
-            if rank is not None and not 0 <= rank < size:
-                msg = f"{kind}: {name} is {rank}, but there are only {size} ranks."
+            if rank is not None and not 0 <= rank < self._size:
+                msg = (
+                    f"{kind}: {name} is {rank}, but there are only {self._size} ranks."
+                )
                 raise ArgumentError(msg)
-        for tensor in sends:
+        for tensor in chain.from_iterable(sends for sends, _ in calls):
             if not can_carry_out(kind, op, tensor):
                 call = kind if op is None else f"{op} in {kind}"
                 msg = (
@@ -280,21 +263,25 @@ class SimulatedGroup(dist.ProcessGroup):
                     f" {collectives.format_tensor(tensor)}. So a simulated world rejects it."
                 )
                 raise ArgumentError(msg)
-        return Call(
-            rank=self.rank_of_run,
-            kind=kind,
-            group=self.members,
-            sends=tuple(tensor.detach().clone() for tensor in sends),
-            fills=tuple(fills),
-            op=op,
-            root=None if root is None else self.members.ranks[root],
-            peer=None if peer is None else self.members.ranks[peer],
-            tag=tag,
-            label=self.activity.label,
-            structure=self.activity.structure,
-            step=self.activity.step,
-            site=collectives.site(),
-        )
+        new_calls = [
+            Call(
+                rank=self.rank_of_run,
+                kind=kind,
+                group=self.members,
+                sends=tuple(tensor.detach().clone() for tensor in sends),
+                fills=tuple(fills),
+                op=op,
+                root=None if root is None else self.members.ranks[root],
+                peer=None if peer is None else self.members.ranks[peer],
+                tag=tag,
+                label=self.activity.label,
+                structure=self.activity.structure,
+                step=self.activity.step,
+                site=collectives.site(),
+            )
+            for sends, fills in calls
+        ]
+        return self._post(new_calls, outputs)
 
     def _per_rank(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors as a list, after a check that there is one per rank."""
@@ -341,14 +328,17 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._per_rank(full.detach().split(list(splits)))
 
 
-for _old, _new in {
+for _name, _method in {
+    "all_gather_single_coalesced": SimulatedGroup.all_gather_single,
+    "reduce_scatter_single_coalesced": SimulatedGroup.reduce_scatter_single,
+    # the names before torch 2.13
     "_allgather_base": SimulatedGroup.all_gather_single,
-    "allgather_into_tensor_coalesced": SimulatedGroup.all_gather_single_coalesced,
+    "allgather_into_tensor_coalesced": SimulatedGroup.all_gather_single,
     "_reduce_scatter_base": SimulatedGroup.reduce_scatter_single,
-    "reduce_scatter_tensor_coalesced": SimulatedGroup.reduce_scatter_single_coalesced,
+    "reduce_scatter_tensor_coalesced": SimulatedGroup.reduce_scatter_single,
     "alltoall_base": SimulatedGroup.all_to_all_single,
 }.items():
-    setattr(SimulatedGroup, _old, _new)  # the names before torch 2.13
+    setattr(SimulatedGroup, _name, _method)
 
 
 def _list(tensors: Tensors) -> list[torch.Tensor]:
@@ -577,6 +567,10 @@ class Cost:
     rounds: int
     busiest: float
 
+    def twice(self) -> "Cost":
+        """Return twice the cost: once to compute a sum, once to distribute it."""
+        return Cost(2 * self.num_bytes, 2 * self.rounds, 2 * self.busiest)
+
 
 @attrs.frozen(kw_only=True)
 class Payload:
@@ -612,87 +606,37 @@ def cost(payload: Payload, algorithm: Algorithm) -> Cost:
     """Return the cost of a collective under an algorithm."""
     if payload.ranks == 1:
         return Cost(0, 0, 0.0)
-    kind = payload.kind
+    kind, n, hops = payload.kind, payload.most, payload.ranks - 1
     if payload.is_sparse and kind == "all_reduce":  # ranks all-gather sparse tensors
         kind = "all_gather"
-    return _COSTS[algorithm][kind](payload)
-
-
-def _pipeline(payload: Payload) -> Cost:
-    """Return the cost of passing pieces of a tensor from rank to rank."""
-    hops, n = payload.ranks - 1, payload.most
-    return Cost(hops * n, hops, n)
-
-
-def _in_a_tree(payload: Payload) -> Cost:
-    """Return the cost of a tree, which sends from one rank to two, to four, or back."""
-    n, depth = payload.most, (payload.ranks - 1).bit_length()
-    return Cost((payload.ranks - 1) * n, depth, depth * n)
-
-
-def _reduce_scatter(payload: Payload) -> Cost:
-    """Return the cost of passing each piece once around the ring of ranks."""
-    hops, n = payload.ranks - 1, payload.most
-    return Cost(hops * n, hops, hops * n / payload.ranks)
-
-
-def _twice(once: Callable[[Payload], Cost]) -> Callable[[Payload], Cost]:
-    """Return a function with twice the cost: once to compute a sum, once to distribute it."""
-
-    def cost(payload: Payload) -> Cost:
-        half = once(payload)
-        return Cost(2 * half.num_bytes, 2 * half.rounds, 2 * half.busiest)
-
-    return cost
-
-
-def _reduce_by_gloo(payload: Payload) -> Cost:
-    """Return the cost of a ring reduce-scatter followed by a gather on the root."""
-    ring, n = _reduce_scatter(payload), payload.most
-    gather_bytes = n - n // payload.ranks
-    return Cost(ring.num_bytes + gather_bytes, 2 * ring.rounds, 2 * ring.busiest)
-
-
-def _all_gather(payload: Payload) -> Cost:
-    hops = payload.ranks - 1
-    return Cost(hops * payload.total, hops, hops * payload.most)
-
-
-def _gather(payload: Payload) -> Cost:
-    return Cost(payload.total, payload.ranks - 1, payload.total)
-
-
-def _to_each_its_own(payload: Payload) -> Cost:
-    return Cost(payload.total, payload.ranks - 1, payload.most)
-
-
-_RING: Mapping[str, Callable[[Payload], Cost]] = {
-    "all_reduce": _twice(_reduce_scatter),
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_single": _reduce_scatter,
-    "all_gather": _all_gather,
-    "all_gather_single": _all_gather,
-    "broadcast": _pipeline,
-    "reduce": _pipeline,
-    "gather": _gather,
-    "scatter": _to_each_its_own,
-    "all_to_all": _to_each_its_own,
-    "all_to_all_single": _to_each_its_own,
-    "barrier": _in_a_tree,
-    "send": _pipeline,
-}
-_COSTS: Mapping[Algorithm, Mapping[str, Callable[[Payload], Cost]]] = {
-    "ring": _RING,
-    "tree": {
-        **_RING,
-        "all_reduce": _twice(_in_a_tree),
-        "broadcast": _in_a_tree,
-        "reduce": _in_a_tree,
-    },
-    "gloo": {
-        **_RING,
-        "reduce_scatter": _twice(_reduce_scatter),
-        "broadcast": _in_a_tree,
-        "reduce": _reduce_by_gloo,
-    },
-}
+    depth = hops.bit_length()
+    # a tree sends from one rank to two, to four, or back
+    tree = Cost(hops * n, depth, depth * n)
+    # pieces of a tensor pass from rank to rank, or each piece passes once around the ring
+    pipeline = Cost(hops * n, hops, n)
+    pieces = Cost(hops * n, hops, hops * n / payload.ranks)
+    all_gather = Cost(hops * payload.total, hops, hops * n)
+    to_each_its_own = Cost(payload.total, hops, n)
+    costs = {
+        "all_reduce": pieces.twice(),
+        "reduce_scatter": pieces,
+        "reduce_scatter_single": pieces,
+        "all_gather": all_gather,
+        "all_gather_single": all_gather,
+        "broadcast": pipeline,
+        "reduce": pipeline,
+        "gather": Cost(payload.total, hops, payload.total),
+        "scatter": to_each_its_own,
+        "all_to_all": to_each_its_own,
+        "all_to_all_single": to_each_its_own,
+        "barrier": tree,
+        "send": pipeline,
+    }
+    if algorithm == "tree":
+        costs |= {"all_reduce": tree.twice(), "broadcast": tree, "reduce": tree}
+    elif algorithm == "gloo":
+        # a reduce is a reduce_scatter in a ring, and a gather on the root
+        num_bytes = pieces.num_bytes + n - n // payload.ranks
+        reduce = Cost(num_bytes, 2 * hops, 2 * pieces.busiest)
+        costs |= {"reduce_scatter": pieces.twice(), "broadcast": tree, "reduce": reduce}
+    return costs[kind]
