@@ -3,7 +3,7 @@
 
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any, TypeAlias, cast
 
@@ -244,19 +244,14 @@ def _unwrap(model: Any) -> Any:
 @contextmanager
 def _running(loop: Loop, steps: int) -> Generator[Iterator[Quantities]]:
     """Run a loop for `steps` updates, and restore the process's random generators afterwards."""
-    python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 - what loops draw from
-    with torch.random.fork_rng(devices=range(devices.count())):
-        reports = iter(())
-        try:
-            reports = iter(loop())
-            yield islice(reports, steps + 1)
-        finally:
-            try:
-                if isinstance(reports, Generator):
-                    reports.close()
-            finally:
-                random.setstate(python)
-                np.random.set_state(numbers)  # noqa: NPY002
+    with torch.random.fork_rng(devices=range(devices.count())), ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        # loops draw from NumPy's default generator
+        stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002
+        reports = iter(loop())
+        if isinstance(reports, Generator):
+            stack.callback(reports.close)
+        yield islice(reports, steps + 1)
 
 
 def _check(count: int, one: Quantities, two: Quantities, tolerance: Comparison) -> None:

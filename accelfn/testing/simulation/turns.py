@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import copy_context
-from itertools import count
 from typing import TypeAlias
 
 import torch
@@ -247,7 +246,6 @@ class Regroup:
         self._members = set(range(size))
         self._came: set[int] = set()
         self._formed: dict[int, Members] = {}
-        self._numbers = count(1)
         self._generation = 0
         self._coming: dict[int, int] = {}
         self._late: set[int] = set()
@@ -266,13 +264,10 @@ class Regroup:
 
     def lose(self, rank: int, how: str) -> bool:
         """Record that a rank crashed. Return whether the other ranks may continue without it."""
-        remaining = self._members - {rank}
-        if rank in self._members and len(remaining) < self._least:
+        if rank in self._members and len(self._members) - 1 < self._least:
             return False
-        self._members = remaining
-        self._came.discard(rank)
+        self.leave(rank)
         self.lost[rank] = self._generation, how
-        self._coming.pop(rank, None)
         return True
 
     def leave(self, rank: int) -> None:
@@ -324,7 +319,7 @@ class Regroup:
 
     def alone(self, rank: int) -> Members:
         """Return the group of only this rank, which has come back."""
-        self._generation = next(self._numbers)
+        self._generation += 1
         return Members("", (rank,), self._generation)
 
     def come(self, rank: int) -> None:
@@ -347,7 +342,7 @@ class Regroup:
                 how = "returned when the other ranks had ended,"
                 self._late.add(rank)
                 raise Left(how)
-            self._generation = next(self._numbers)
+            self._generation += 1
             members = Members("", tuple(sorted(self._came)), self._generation)
             self._formed |= dict.fromkeys(members.ranks, members)
             self._members, self._came = set(members.ranks), set()
