@@ -21,7 +21,7 @@ from accelfn import World, all_reduce
 from accelfn.errors import ArgumentError, WorldError
 from accelfn.plug import arguments, collectives
 from accelfn.testing.simulate import simulate
-from accelfn.testing.simulation.calls import Entry, check_choice
+from accelfn.testing.simulation.calls import PART_FOR_EACH, Entry, check_choice
 from accelfn.testing.simulation.group import Algorithm, Cost, Payload, cost, payload_of
 
 # Prediction of a program's collective calls for another number of ranks than in its runs.
@@ -29,16 +29,6 @@ from accelfn.testing.simulation.group import Algorithm, Cost, Payload, cost, pay
 # The prediction has the same calls as the simulated runs. The payload of each call must be a
 # linear function of the number of ranks. Otherwise `foreseen` raises an error that names the
 # call.
-
-
-_PARTS: Mapping[str, Callable[[int], int]] = {
-    "reduce_scatter": lambda size: size,
-    "reduce_scatter_single": lambda size: size,
-    "scatter": lambda size: size - 1,
-    "all_to_all": lambda size: size - 1,
-    "all_to_all_single": lambda size: size - 1,
-}
-"""For each collective, the number of equal pieces that a rank sends; 1 for the others."""
 
 
 def foreseen(logs: Mapping[int, Sequence[Entry]], ranks: int) -> list[Payload]:
@@ -90,9 +80,10 @@ def _foreseen(entries: Mapping[int, Entry], ranks: int) -> Payload:
     """Predict the payload of one collective on a number of ranks."""
     loads = {size: payload_of(entry) for size, entry in entries.items()}
     like = next(iter(loads.values()))
-    parts = _PARTS.get(like.kind, lambda _: 1)
-    part = _on_a_line({n: Fraction(e.most, parts(n)) for n, e in loads.items()}, ranks)
-    most = None if part is None else part * parts(ranks)
+    kind = like.kind
+    pieces = {n: Fraction(e.most, _num_pieces(kind, n)) for n, e in loads.items()}
+    piece = _on_a_line(pieces, ranks)
+    most = None if piece is None else piece * _num_pieces(kind, ranks)
     if all(load.most * size == load.total for size, load in loads.items()):
         total = None if most is None else most * ranks  # ranks send equally many
     elif all(load.most == load.total for load in loads.values()):
@@ -105,6 +96,13 @@ def _foreseen(entries: Mapping[int, Entry], ranks: int) -> Payload:
         why = f"the bytes of {call} do not grow linearly with the number of ranks"
         _refuse(ranks, f"{why} ({text} ranks)")
     return attrs.evolve(like, ranks=ranks, most=int(most), total=int(total))
+
+
+def _num_pieces(kind: str, size: int) -> int:
+    """Return the number of equal pieces that a rank sends in a collective of `size` ranks."""
+    if kind in PART_FOR_EACH:
+        return size - 1
+    return size if kind.startswith("reduce_scatter") else 1
 
 
 def _on_a_line(values: Mapping[int, Fraction], at: int) -> Fraction | None:
@@ -227,46 +225,6 @@ def _time_sum(count: int, world: World) -> float:
     return float(all_reduce(seconds.to(world.device), world, "max", label=_LABEL))
 
 
-# The traffic of a program as a table of text.
-
-
-def format_table(
-    columns: Mapping[int, Mapping[str | None, int]],
-    updates: int,
-    seconds: Mapping[int, float] | None = None,
-) -> str:
-    """Return a table of bytes per update, by label and number of ranks.
-
-    Args:
-        columns: for each number of ranks, the bytes of all updates by label.
-        updates: the number of updates.
-        seconds: the seconds per update, by the number of ranks.
-    """
-    head = [f"{size} rank{'s' * (size != 1)}" for size in columns]
-    rows = [("bytes per update", *head)]
-    for label in dict.fromkeys(chain.from_iterable(columns.values())):
-        counts = [column.get(label, 0) for column in columns.values()]
-        cells = [_per_update(count, updates) for count in counts]
-        rows.append(("no label" if label is None else label, *cells))
-    totals = [sum(column.values()) for column in columns.values()]
-    rows.append(("all", *(_per_update(total, updates) for total in totals)))
-    shares = zip(totals, columns, strict=True)
-    rows.append(("per rank", *(_per_update(t, updates * n) for t, n in shares)))
-    if seconds is not None:
-        rows.append(("seconds per update", *(f"{s:.3g}" for s in seconds.values())))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines: list[str] = []
-    for first, *rest in rows:
-        cells = [o.rjust(w) for o, w in zip(rest, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]))
-    return "\n".join(lines)
-
-
-def _per_update(total: int, parts: int) -> str:
-    quotient, rest = divmod(total, parts)
-    return f"{quotient:,}" if not rest else f"{total / parts:,.1f}"
-
-
 Label: TypeAlias = str | None
 Log: TypeAlias = tuple[Entry, ...]
 
@@ -306,7 +264,7 @@ class Traffic:
         Raises:
             ArgumentError: the bytes of a call cannot be predicted. The message names the call.
         """
-        return self._bytes_by_label(ranks, algorithm, of_updates=True)
+        return _bytes_by_label(self._calls(ranks, algorithm, of_updates=True))
 
     def start(self, ranks: int, *, algorithm: Algorithm = "ring") -> dict[Label, int]:
         """Return the bytes that all ranks together send before the first update, by label.
@@ -314,7 +272,7 @@ class Traffic:
         Raises:
             ArgumentError: the bytes of a call cannot be predicted.
         """
-        return self._bytes_by_label(ranks, algorithm, of_updates=False)
+        return _bytes_by_label(self._calls(ranks, algorithm, of_updates=False))
 
     def seconds(
         self,
@@ -375,31 +333,33 @@ class Traffic:
         Raises:
             ArgumentError: for the same reasons as in `bytes` and `seconds`.
         """
-        sizes = list(ranks)
-        columns = {size: self.bytes(size, algorithm=algorithm) for size in sizes}
-        if link is None:
-            return format_table(columns, max(1, self.updates))
-        seconds = {
-            size: self.seconds(
-                link, ranks=size, algorithm=algorithm, compute=compute, overlap=overlap
-            )
-            for size in sizes
-        }
-        return format_table(columns, max(1, self.updates), seconds)
+        columns = {size: self.bytes(size, algorithm=algorithm) for size in ranks}
+        totals = {size: sum(column.values()) for size, column in columns.items()}
+        updates = max(1, self.updates)
+        rows = [("bytes per update", *(f"{n} rank{'s' * (n != 1)}" for n in columns))]
+        for label in dict.fromkeys(chain.from_iterable(columns.values())):
+            counts = (column.get(label, 0) for column in columns.values())
+            cells = (_per_update(count, updates) for count in counts)
+            rows.append(("no label" if label is None else label, *cells))
+        rows.append(("all", *(_per_update(t, updates) for t in totals.values())))
+        shares = (_per_update(total, updates * n) for n, total in totals.items())
+        rows.append(("per rank", *shares))
+        if link is not None:
+            seconds = partial(self.seconds, link, algorithm=algorithm, compute=compute)
+            cells = (f"{seconds(ranks=n, overlap=overlap):.3g}" for n in columns)
+            rows.append(("seconds per update", *cells))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines: list[str] = []
+        for first, *rest in rows:
+            cells = (o.rjust(w) for o, w in zip(rest, widths[1:], strict=True))
+            lines.append("  ".join([first.ljust(widths[0]), *cells]))
+        return "\n".join(lines)
 
     _repr_html_ = arguments.text_as_html
 
     def __str__(self) -> str:
         """Return the table for the numbers of ranks of the runs."""
         return self.table(self.logs)
-
-    def _bytes_by_label(
-        self, ranks: int, algorithm: Algorithm, *, of_updates: bool
-    ) -> dict[Label, int]:
-        totals: defaultdict[Label, int] = defaultdict(int)
-        for entry, share in self._calls(ranks, algorithm, of_updates=of_updates):
-            totals[entry.label] += share.num_bytes
-        return dict(totals)
 
     def _calls(
         self, ranks: int, algorithm: Algorithm, *, of_updates: bool
@@ -425,6 +385,18 @@ class Traffic:
             payloads = foreseen(logs, ranks)
         costs = (cost(payload, algorithm) for payload in payloads)
         return list(zip(entries, costs, strict=True))
+
+
+def _bytes_by_label(calls: Iterable[tuple[Entry, Cost]]) -> dict[Label, int]:
+    totals: defaultdict[Label, int] = defaultdict(int)
+    for entry, share in calls:
+        totals[entry.label] += share.num_bytes
+    return dict(totals)
+
+
+def _per_update(total: int, parts: int) -> str:
+    quotient, rest = divmod(total, parts)
+    return f"{quotient:,}" if not rest else f"{total / parts:,.1f}"
 
 
 def _wait_seconds(
