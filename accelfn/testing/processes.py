@@ -41,7 +41,7 @@ from accelfn.testing.comparing import (
     format_differences,
 )
 from accelfn.testing.rank import Answer, Surroundings, pack, serve
-from accelfn.testing.simulation.plan import Plan
+from accelfn.testing.simulation.plan import Plan, check_program
 from accelfn.testing.simulation.ranks import seed_rank
 
 if TYPE_CHECKING:
@@ -99,12 +99,7 @@ def run_processes(
     `simulate` runs the same program with ranks in one process. It is faster, and it raises an
     error where Gloo waits, aborts or returns wrong numbers.
     """
-    if not arguments.is_integer(size, 1):
-        msg = f"run_processes({size!r}, ...): expected a number of ranks, 1 or more."
-        raise ArgumentError(msg)
-    if not callable(fn):
-        msg = f"run_processes({size}, {fn!r}): expected a function that takes a World."
-        raise ArgumentError(msg)
+    check_program("run_processes", size, fn)
     arguments.check_seconds("run_processes", "timeout", timeout)
     sizes = {} if axes is None else arithmetic.resolve_axes("run_processes", axes, size)
     program = pack((fn, args, sizes))
@@ -184,7 +179,7 @@ class Pool:
 
     def run(self, program: bytes, timeout: float) -> list[Any]:
         """Run a pickled program on every rank, and return the results."""
-        message = pickle.dumps((Surroundings.of_process(), program))
+        message = pickle.dumps((Surroundings(), program))
         for rank in self._ranks:
             with suppress(OSError):  # the answer of an ended rank reports its end
                 rank.pipe.send_bytes(message)

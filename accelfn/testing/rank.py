@@ -16,13 +16,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from types import FunctionType
-from typing import Any, Self
+from typing import Any
 
 import attrs
 import torch
@@ -31,6 +31,7 @@ import torch.distributed as dist
 from accelfn import World
 from accelfn.errors import ArgumentError
 from accelfn.plug import connection as connections
+from accelfn.testing.simulation.ranks import Modes
 
 _COLLECTIVE_SECONDS = 30.0
 
@@ -81,59 +82,34 @@ def _unimportable(named: FunctionType | type) -> str | None:
 
 @attrs.frozen
 class Surroundings:
-    """The settings of the caller's process that each rank applies."""
+    """The settings of the caller's process that each rank applies: by default, those of now."""
 
-    directory: str
-    import_path: tuple[str, ...]
-    environment: dict[str, str]
-    num_threads: int
-    dtype: torch.dtype
-    is_deterministic: bool
-    has_grad: bool
-    has_inference: bool
-    autocast: torch.dtype | None
-
-    @classmethod
-    def of_process(cls) -> Self:
-        """Return the settings of this process and thread."""
-        casts = torch.is_autocast_enabled("cpu")
-        return cls(
-            directory=str(Path.cwd()),
-            import_path=tuple(sys.path),
-            environment=dict(os.environ),  # noqa: TID251 - handed on, not read
-            num_threads=torch.get_num_threads(),
-            dtype=torch.get_default_dtype(),
-            is_deterministic=torch.are_deterministic_algorithms_enabled(),
-            has_grad=torch.is_grad_enabled(),
-            has_inference=torch.is_inference_mode_enabled(),
-            autocast=torch.get_autocast_dtype("cpu") if casts else None,
-        )
+    directory: Path = attrs.field(factory=Path.cwd)
+    import_path: tuple[str, ...] = attrs.field(factory=lambda: tuple(sys.path))
+    environment: dict[str, str] = attrs.field(factory=os.environ.copy)  # noqa: TID251 - handed on
+    modes: Modes = attrs.field(factory=Modes)
+    dtype: torch.dtype = attrs.field(factory=torch.get_default_dtype)
+    is_deterministic: bool = attrs.field(
+        factory=torch.are_deterministic_algorithms_enabled
+    )
 
     def enter(self, rank: int, size: int) -> ExitStack:
         """Apply the settings with this rank's variables; modes end with the returned stack."""
         os.chdir(self.directory)
         sys.path[:] = self.import_path
         place = {
-            "RANK": rank,
-            "WORLD_SIZE": size,
-            "LOCAL_RANK": rank,
-            "LOCAL_WORLD_SIZE": size,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": 0,  # not used, because the process group is already open
+            "MASTER_PORT": "0",  # not used, because the process group is already open
         }
         os.environ.clear()  # noqa: TID251 - as a launcher does
-        os.environ.update(  # noqa: TID251
-            self.environment, **{name: str(value) for name, value in place.items()}
-        )
-        torch.set_num_threads(self.num_threads)
+        os.environ.update(self.environment, **place)  # noqa: TID251
         torch.set_default_dtype(self.dtype)  # noqa: TID251 - the caller's
         torch.use_deterministic_algorithms(self.is_deterministic)
-        modes = ExitStack()
-        modes.enter_context(torch.inference_mode(mode=self.has_inference))
-        modes.enter_context(torch.set_grad_enabled(self.has_grad))
-        if self.autocast is not None:
-            modes.enter_context(torch.autocast("cpu", dtype=self.autocast))
-        return modes
+        return self.modes.enter()
 
 
 @attrs.frozen
@@ -203,7 +179,7 @@ def _result(
         )
         raise ArgumentError(msg) from error
     connection = connections.Connection(group)
-    for names, part in _groups(rank, axes).items():
+    for names, part in _open_groups(rank, tuple(axes.items())).items():
         connection.add_part(names, part)
     world = World(
         rank=rank,
@@ -219,12 +195,7 @@ def _result(
         world.connection.close()
 
 
-_OPEN_GROUPS: dict[tuple[tuple[str, int], ...], connections.Groups] = {}
-"""The process groups, by axes. They stay open for the next program, like the world's group."""
-
-
-def _groups(rank: int, axes: Mapping[str, int]) -> connections.Groups:
-    named = tuple(axes.items())
-    if named not in _OPEN_GROUPS:
-        _OPEN_GROUPS[named] = connections.open_groups(axes, rank, _COLLECTIVE_SECONDS)
-    return _OPEN_GROUPS[named]
+@cache
+def _open_groups(rank: int, axes: tuple[tuple[str, int], ...]) -> connections.Groups:
+    """Return the groups of axes. They stay open for the next program, as the world's does."""
+    return connections.open_groups(dict(axes), rank, _COLLECTIVE_SECONDS)

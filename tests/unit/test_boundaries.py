@@ -10,7 +10,7 @@ import sys
 import tempfile
 import warnings
 from collections import OrderedDict
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -591,14 +591,14 @@ def test_ranks_that_stand_at_other_places_do_not_agree(apart):
 def test_axes_of_other_sizes_have_other_groups(monkeypatch):
     """Though they have the same names; those of the same sizes stay open."""
     opened: list[dict[str, int]] = []
-    monkeypatch.setattr(rank, "_OPEN_GROUPS", {})
+    fresh = cache(rank._open_groups.__wrapped__)
     monkeypatch.setattr(
         connection,
         "open_groups",
         lambda axes, *_: opened.append(dict(axes)) or object(),
     )
     wide, tall = {"dp_shard": 4, "tp": 2}, {"dp_shard": 2, "tp": 4}
-    found = [rank._groups(0, axes) for axes in (wide, tall, wide)]
+    found = [fresh(0, tuple(axes.items())) for axes in (wide, tall, wide)]
     assert found[0] is found[2] is not found[1]
     assert opened == [wide, tall]
 

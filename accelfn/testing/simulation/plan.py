@@ -84,6 +84,20 @@ def _device(name: str | torch.device) -> torch.device:
     return device if is_meta else devices.choose_device(name, local_rank=0)
 
 
+def check_program(call: str, size: object, fn: object) -> None:
+    """Raise an error unless the arguments are a number of ranks and a function.
+
+    Raises:
+        ArgumentError: the number is not an integer of at least 1, or the function is not callable.
+    """
+    if not arguments.is_integer(size, 1):
+        msg = f"{call}({size!r}, ...): expected a number of ranks, 1 or more."
+        raise ArgumentError(msg)
+    if not callable(fn):
+        msg = f"{call}({size}, {fn!r}): expected a function that takes a World."
+        raise ArgumentError(msg)
+
+
 @attrs.frozen
 class Plan:
     """The checked arguments of a run. `str(plan)` is the call that repeats the run."""
@@ -103,15 +117,10 @@ class Plan:
     def __attrs_post_init__(self) -> None:
         """Raise an error if an argument is invalid."""
         size = self.size
-        if not arguments.is_integer(size, 1):
-            msg = f"simulate({size!r}, ...): expected a number of ranks, 1 or more."
-            raise ArgumentError(msg)
+        check_program("simulate", size, self.fn)
         if self.axes:
             sizes = arithmetic.resolve_axes("simulate", self.axes, size)
             object.__setattr__(self, "axes", sizes)
-        if not callable(self.fn):
-            msg = f"simulate({size}, {self.fn!r}): expected a function that takes a World."
-            raise ArgumentError(msg)
         error = arguments.call_mismatch(self.fn, None)
         if error is not None:
             msg = (

@@ -83,22 +83,16 @@ def _keep(device: torch.device) -> Callable[[], None]:
 class Ambient:
     """Sets each rank's copy of the process's global values during its turn."""
 
-    def __init__(
-        self, seed: int, registries: list[Registry], device: torch.device
-    ) -> None:
-        """Initialize with the seed of the run, each rank's registry of groups, and the device."""
+    def __init__(self, seed: int, device: torch.device) -> None:
+        """Initialize with the seed of the run and the device."""
         self._seed = seed
-        self._registries = registries
         self._device = device
         self._put_back_callers = _keep(device)
         self._put_back: dict[int, Callable[[], None]] = {}
 
     def enter(self, rank: int) -> None:
-        """Set the process's global values to this rank's copy."""
-        if rank in self._put_back:
-            self._put_back[rank]()
-        else:
-            self.start(rank, self._registries[rank])
+        """Set the process's global values to this rank's copy, if the rank has started."""
+        self._put_back.get(rank, self._put_back_callers)()
 
     def start(self, rank: int, registry: Registry) -> None:
         """Set the process's global values for a rank that starts, or starts again."""
@@ -128,14 +122,15 @@ def seed_rank(seed: int, rank: int, device: torch.device) -> None:
 def process_kept(device: torch.device) -> Generator[None]:
     """On exit from the `with` block, restore the process's global values and environment."""
     put_back = _keep(device)
-    deterministic = _deterministic()
+    deterministic = torch.get_deterministic_debug_mode()
     environment = dict(os.environ)
     try:
         yield
     finally:
         put_back()
-        if _deterministic() != deterministic:  # the setter imports a compiler
-            is_on, warns = deterministic
+        if torch.get_deterministic_debug_mode() != deterministic:
+            # only if needed, because the setter imports a compiler
+            is_on, warns = deterministic > 0, deterministic == 1
             torch.use_deterministic_algorithms(is_on, warn_only=warns)
         if dict(os.environ) != environment:
             for name in set(os.environ) - set(environment):
@@ -143,11 +138,34 @@ def process_kept(device: torch.device) -> Generator[None]:
             os.environ.update(environment)
 
 
-def _deterministic() -> tuple[bool, bool]:
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+def casts_of(*kinds: str) -> dict[str, torch.dtype]:
+    """Return the dtype of this thread's autocast for each type of device that has one."""
+    casts = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+    return {kind: torch.get_autocast_dtype(kind) for kind in casts}
+
+
+@attrs.frozen
+class Modes:
+    """The torch modes of a thread, and the number of threads; by default, those of now."""
+
+    casts: dict[str, torch.dtype] = attrs.field(factory=lambda: casts_of("cpu"))
+    has_cache: bool = attrs.field(factory=torch.is_autocast_cache_enabled)
+    has_grad: bool = attrs.field(factory=torch.is_grad_enabled)
+    has_inference: bool = attrs.field(factory=torch.is_inference_mode_enabled)
+    num_threads: int = attrs.field(factory=torch.get_num_threads)
+
+    def enter(self) -> ExitStack:
+        """Set these modes in this thread. They end with the returned stack."""
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        torch.set_autocast_cache_enabled(self.has_cache)
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(mode=self.has_inference))
+        stack.enter_context(torch.set_grad_enabled(self.has_grad))
+        for kind, dtype in self.casts.items():
+            cast = torch.autocast(kind, dtype=dtype, cache_enabled=self.has_cache)
+            stack.enter_context(cast)
+        return stack
 
 
 def callers_modes(
@@ -158,35 +176,19 @@ def callers_modes(
     The function also makes the backward pass run in the rank's thread. Otherwise torch runs the
     backward pass of an accelerator in a thread of the device, which does not belong to a rank.
     """
-    grad = torch.is_grad_enabled()
-    inference = torch.is_inference_mode_enabled()
-    threads = torch.get_num_threads()
-    cache = torch.is_autocast_cache_enabled()
-    casts = [
-        (kind, torch.get_autocast_dtype(kind))
-        for kind in dict.fromkeys(["cpu", devices.kind()])
-        if torch.is_autocast_enabled(kind)
-    ]
-    modes = overrides._get_current_function_mode_stack()
+    modes = Modes(casts_of("cpu", devices.kind()))
+    function_modes = overrides._get_current_function_mode_stack()
     default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
     def enter() -> ExitStack:
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        torch.set_autocast_cache_enabled(cache)
         torch._GLOBAL_DEVICE_CONTEXT.device_context = default
-        stack = ExitStack()
-        stack.enter_context(torch.inference_mode(mode=inference))
-        stack.enter_context(torch.set_grad_enabled(grad))
-        for kind, dtype in casts:
-            cast = torch.autocast(kind, dtype=dtype, cache_enabled=cache)
-            stack.enter_context(cast)
+        stack = modes.enter()
         if device.type not in ("cpu", "meta"):
             torch.accelerator.set_device_index(device)
             one_thread = torch.autograd.set_multithreading_enabled(mode=False)
             stack.enter_context(one_thread)
         stack.callback(_leave_function_modes)
-        for mode in modes:
+        for mode in function_modes:
             overrides._push_mode(mode)
         return stack
 
@@ -219,12 +221,9 @@ def _run(plan: Plan) -> Run[Any]:
     exchange = Exchange(plan.size, plan.faults, plan.sums, plan.elastic)
     post = partial(SimulatedWork, exchange)
     everyone = Members("", tuple(range(plan.size)))
-    groups = [
-        SimulatedGroup(rank, everyone, post, exchange.log, exchange.activity(rank))
-        for rank in range(plan.size)
-    ]
-    registries = [Registry().begin(group) for group in groups]
-    ambient = Ambient(plan.seed, registries, plan.device)
+    activities = [exchange.activity(rank) for rank in range(plan.size)]
+    registries: list[Registry] = []
+    ambient = Ambient(plan.seed, plan.device)
     exchange.turns = Turns(
         plan.size,
         plan.schedule,
@@ -236,7 +235,11 @@ def _run(plan: Plan) -> Run[Any]:
     results: list[Any] = [None] * plan.size
     errors: list[Ended] = []
 
-    def live(rank: int, world: World) -> None:
+    def live(rank: int, group: SimulatedGroup, *, is_newcomer: bool = False) -> None:
+        registry = Registry().begin(group)
+        registries.append(registry)
+        ambient.start(rank, registry)
+        world = _world(plan, _Room(exchange, group, registry, is_newcomer))
         error: BaseException | None = None
         try:
             with enter_modes():
@@ -252,14 +255,12 @@ def _run(plan: Plan) -> Run[Any]:
 
     def body(rank: int) -> None:
         _inside.rank = True
-        live(rank, _world(rank, plan, _Room(exchange, groups[rank], registries[rank])))
+        activity = activities[rank]
+        live(rank, SimulatedGroup(rank, everyone, post, exchange.log, activity))
         while exchange.await_return(rank):
             alone = exchange.regroup.alone(rank)
             group = SimulatedGroup(rank, alone, post, exchange.log)
-            registries.append(Registry().begin(group))
-            ambient.start(rank, registries[-1])
-            room = _Room(exchange, group, registries[-1], is_newcomer=True)
-            live(rank, World(device=plan.device, group=room.connection()))
+            live(rank, group, is_newcomer=True)
 
     try:
         exchange.turns.run(body)
@@ -274,22 +275,23 @@ def _run(plan: Plan) -> Run[Any]:
         _raise(plan, errors)
     exchange.check_reached()
     clock = max(exchange.clocks)
-    updates = max(group.activity.num_updates for group in groups)
+    updates = max(activity.num_updates for activity in activities)
     log, faults = tuple(exchange.log), tuple(exchange.faults)
     return Run(tuple(results), log, clock, faults, updates)
 
 
-def _world(rank: int, plan: Plan, room: "_Room") -> World:
-    connection = room.connection()
+def _world(plan: Plan, room: "_Room") -> World:
+    """Return the first world of a rank: of all ranks, or after a crash of this rank alone."""
+    connection, rank, size = room.connection(), room.group.rank(), room.group.size()
     for names in axes.neighbor_runs(plan.axes):
         ranks = axes.row(plan.axes, names, rank)
         part = room.among(Members(" x ".join(names), ranks))
         connection.add_part(names, part.group, simulated=part)
     return World(
         rank=rank,
-        size=plan.size,
+        size=size,
         local_rank=rank,
-        local_size=plan.size,
+        local_size=size,
         device=plan.device,
         axes=plan.axes,
         group=connection,
