@@ -99,7 +99,7 @@ def simulate(
         (0, 1)
     """
     plan = Plan(
-        size, fn, schedule, faults, sums, seed, axes or {}, device, elastic=elastic
+        size, fn, schedule or (), faults, sums, seed, axes or {}, device, elastic
     )
     if also not in (None, "processes"):
         msg = f'simulate(also={also!r}): expected "processes" or None.'

@@ -104,10 +104,8 @@ class Plan:
 
     size: int
     fn: Callable[[World], Any]
-    schedule: tuple[int, ...] = attrs.field(
-        default=(), converter=lambda choices: tuple(choices or ())
-    )
-    faults: tuple[Fault, ...] = attrs.field(default=(), converter=tuple)
+    schedule: list[int] = attrs.field(factory=list, converter=list)
+    faults: list[Fault] = attrs.field(factory=list, converter=list)
     sums: Sums = "ranks"
     seed: int = 0
     axes: Mapping[str, int] = attrs.field(factory=dict[str, int])
@@ -159,15 +157,15 @@ class Plan:
     def _check_elastic(self) -> None:
         """Raise an error if `elastic=` is invalid or does not fit the axes."""
         least = self.elastic
-        if least is not None and not (
-            arguments.is_integer(least, 1) and least <= self.size
-        ):
+        if least is None:
+            return
+        if not arguments.is_integer(least, 1) or least > self.size:
             msg = (
                 f"simulate({self.size}, elastic={least!r}): expected the smallest number of ranks"
                 f" that may continue without the others, from 1 to {self.size}."
             )
             raise ArgumentError(msg)
-        if least is not None and self.axes:
+        if self.axes:
             msg = (
                 f"simulate(axes={dict(self.axes)}, elastic={least}): in a world with axes, the"
                 " other ranks cannot continue without a lost rank's part of the model or the work."
@@ -177,18 +175,10 @@ class Plan:
 
     def __str__(self) -> str:
         """Return the call that repeats the run."""
-        name = arguments.qualname(self.fn)
-        options: dict[str, Any] = {
-            "schedule": list(self.schedule),
-            "faults": list(self.faults),
-            "sums": self.sums,
-            "axes": dict(self.axes),
-            "device": str(self.device),
-            "elastic": self.elastic,
-            "seed": self.seed,
-        }
+        names = "schedule", "faults", "sums", "axes", "device", "elastic", "seed"
+        values = {name: getattr(self, name) for name in names}
+        values["device"] = str(self.device)
         defaults = [], {}, "ranks", "cpu", None, 0
-        parts = [
-            f"{k}={value!r}" for k, value in options.items() if value not in defaults
-        ]
-        return f"accelfn.testing.simulate({', '.join([str(self.size), name, *parts])})"
+        options = [f"{k}={v!r}" for k, v in values.items() if v not in defaults]
+        call = ", ".join([str(self.size), arguments.qualname(self.fn), *options])
+        return f"accelfn.testing.simulate({call})"
