@@ -8,10 +8,39 @@ from hypothesis import find
 from hypothesis import strategies as st
 
 import accelfn as af
+from tests.facts import public
 from tests.internals import CATALOG as ROWS
-from tests.internals import public_transforms, row_of
 
-__all__ = ["CATALOG", "Entry", "public_transforms", "stacks"]
+IDENTITY_OPTIONS = {
+    af.identity: {},
+    af.accumulate: {"num_micro_batches": 1},
+    af.clip_grad_norm: {"max_norm": float("inf")},
+    af.clip_grad_value: {"max_value": float("inf")},
+    af.skip_nonfinite: {},
+    af.checkpoint_activations: {},
+    af.check_replicas: {"every": 1},
+    af.reduce_lr_on_plateau: {},
+    af.context_parallel: {},
+}
+"""For some transforms, options that make them change nothing."""
+NOT_DRAWN = frozenset(
+    {
+        *(af.compile, af.compress_grads, af.optimizer_in_backward, af.schedule_free),
+        *(af.wrap_fsdp, af.wrap_deepspeed, af.tensor_parallel),
+    }
+)
+"""Public transforms without a row in the catalog of `accelfn.testing`.
+
+`compile` takes seconds. `schedule_free` needs a special optimizer, and `compress_grads` needs
+`wrap_ddp`. `optimizer_in_backward` can be combined with few other transforms. `wrap_deepspeed`
+needs real processes. Under `wrap_fsdp` and `tensor_parallel`, a state has shards, and tests that
+compare full tensors would have to gather them.
+"""
+
+
+def public_transforms() -> set[type]:
+    """Return the classes of accelfn's public transforms, without `chain` and `NOT_DRAWN`."""
+    return public() - NOT_DRAWN
 
 
 @attrs.frozen
@@ -29,8 +58,8 @@ class Entry:
     @property
     def neutral(self) -> object:
         """The same transform where it changes nothing, if there is such an argument."""
-        row = row_of(type(self.transform))
-        return None if row.identity_options is None else row.cls(**row.identity_options)
+        kind = type(self.transform)
+        return kind(**IDENTITY_OPTIONS[kind]) if kind in IDENTITY_OPTIONS else None
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ import attrs
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn import Transform, chain
+from accelfn import Transform
 from accelfn.errors import ArgumentError
 from accelfn.plug import transform as contract
 
@@ -30,35 +30,32 @@ class Row:
         cls: the transform's class.
         arguments: the strategy that draws the options. An option that is not drawn keeps its
             default.
-        identity_options: options that make the transform change nothing, or None.
+        value: a transform of the class that is used instead of drawn ones, or None.
         not_beside: methods of other transforms that exclude this transform from a chain.
         default_beside: for some options, methods of other transforms. If the chain has one of
             these methods, the option keeps its default.
-        not_drawn: options that keep their default because they depend on the model.
     """
 
     cls: type
     arguments: st.SearchStrategy[Arguments]
-    identity_options: Arguments | None = attrs.field(default=None, kw_only=True)
+    value: Transform | None = attrs.field(default=None, kw_only=True)
     not_beside: frozenset[str] = attrs.field(default=frozenset(), kw_only=True)
     default_beside: Mapping[str, frozenset[str]] = attrs.field(
         factory=dict, kw_only=True
     )
-    not_drawn: frozenset[str] = attrs.field(default=frozenset(), kw_only=True)
 
     @property
     def fields(self) -> frozenset[str]:
         """The names of the transform's methods."""
-        return fields_of(self.cls)
+        return frozenset(field for field in contract.FIELDS if hasattr(self.cls, field))
 
-    @property
-    def gives_up(self) -> Mapping[str, str]:
-        """The laws that the transform breaks on purpose, each with the condition."""
-        return getattr(self.cls, "gives_up", {})
-
-    def transforms(self, methods: Iterable[str] = ()) -> st.SearchStrategy[Transform]:
-        """Draw this transform, for a chain with other transforms that have these methods."""
-        fields = frozenset(methods)
+    def transforms(
+        self, other_rows: Iterable["Row"] = ()
+    ) -> st.SearchStrategy[Transform]:
+        """Draw this transform, for a chain with the transforms of other rows."""
+        if self.value is not None:
+            return st.just(self.value)
+        fields = frozenset[str]().union(*(other.fields for other in other_rows))
         defaults = {name for name, away in self.default_beside.items() if away & fields}
 
         def create(options: Arguments) -> Transform:
@@ -66,19 +63,27 @@ class Row:
 
         return self.arguments.map(create)
 
-    def avoids(self, transform: Any = None) -> frozenset[str]:
-        """Return the methods of other transforms that exclude this transform from a chain.
+    @property
+    def avoids(self) -> frozenset[str]:
+        """The methods of other transforms that exclude this transform from a chain.
 
-        With `transform`, also return the methods that the options of `transform` exclude.
+        With `value`, also the methods that its options exclude.
         """
         away = self.not_beside | (_ONE_OF & self.fields)
-        if transform is None:
-            return away
-        defaults = {field.name: field.default for field in attrs.fields(self.cls)}
         for name, fields in self.default_beside.items():
-            if getattr(transform, name) != defaults[name]:
+            default = getattr(attrs.fields(self.cls), name).default
+            if self.value is not None and getattr(self.value, name) != default:
                 away |= fields
         return away
+
+    def composes(self, other_rows: Iterable["Row"]) -> bool:
+        """Whether a chain may have transforms of this row and of the other rows."""
+        return not any(
+            self.avoids & other.fields
+            or other.avoids & self.fields
+            or self.cls is other.cls
+            for other in other_rows
+        )
 
     def __repr__(self) -> str:
         """Return a text that names the transform."""
@@ -93,7 +98,6 @@ def _options(
     return st.fixed_dictionaries(dict(mandatory or {}), optional=optional)
 
 
-_INFINITE = float("inf")
 _COUNTS = st.integers(1, 4)
 _BOUNDS = st.sampled_from([0.5, 0.125, 2.0])
 _DDP: dict[str, st.SearchStrategy[Any]] = {
@@ -103,13 +107,12 @@ _DDP: dict[str, st.SearchStrategy[Any]] = {
 }
 
 CATALOG: tuple[Row, ...] = (
-    Row(af.identity, _options(), identity_options={}),
+    Row(af.identity, _options()),
     Row(af.shard_data, _options()),
     Row(
         af.accumulate,
         _options({"num_micro_batches": _COUNTS})
         | _options({"micro_batch_size": _COUNTS}),
-        identity_options={"num_micro_batches": 1},
     ),
     Row(
         af.wrap_ddp,
@@ -118,7 +121,6 @@ CATALOG: tuple[Row, ...] = (
         | _options(**_DDP, static_graph=st.booleans()),
         not_beside=frozenset({"reduce"}),
         default_beside={"static_graph": frozenset({"value_and_grad"})},
-        not_drawn=frozenset({"within"}),
     ),
     Row(
         af.autocast,
@@ -130,7 +132,6 @@ CATALOG: tuple[Row, ...] = (
             backoff_factor=st.sampled_from([0.5, 0.25]),
             growth_interval=st.integers(1, 3),
         ),
-        not_drawn=frozenset({"layers"}),
     ),
     Row(
         af.clip_grad_norm,
@@ -139,13 +140,8 @@ CATALOG: tuple[Row, ...] = (
             norm_type=st.sampled_from([2.0, 1.0, 3.0]),
             per_group=st.booleans(),
         ),
-        identity_options={"max_norm": _INFINITE},
     ),
-    Row(
-        af.clip_grad_value,
-        _options({"max_value": _BOUNDS}),
-        identity_options={"max_value": _INFINITE},
-    ),
+    Row(af.clip_grad_value, _options({"max_value": _BOUNDS})),
     Row(
         af.local_sgd,
         _options(
@@ -154,7 +150,6 @@ CATALOG: tuple[Row, ...] = (
             opt_state=st.booleans(),
             bucket_cap_mb=st.sampled_from([25, 1e-5]),
         ),
-        not_drawn=frozenset({"neighbours"}),
     ),
     Row(
         af.diloco,
@@ -167,23 +162,12 @@ CATALOG: tuple[Row, ...] = (
             bucket_cap_mb=st.sampled_from([25, 1e-5]),
         ),
         not_beside=frozenset({"eval_params"}),
-        not_drawn=frozenset({"outer"}),
     ),
-    Row(
-        af.skip_nonfinite,
-        _options(max_consecutive=st.integers(1, 3)),
-        identity_options={},
-    ),
-    Row(
-        af.checkpoint_activations,
-        _options(),
-        identity_options={},
-        not_drawn=frozenset({"regions"}),
-    ),
+    Row(af.skip_nonfinite, _options(max_consecutive=st.integers(1, 3))),
+    Row(af.checkpoint_activations, _options()),
     Row(
         af.check_replicas,
         _options({"every": st.integers(1, 3)}),
-        identity_options={"every": 1},
         not_beside=frozenset({"reduce"}),
     ),
     Row(af.ema, _options({"decay": st.sampled_from([0.5, 0.75, 1.0])})),
@@ -199,49 +183,14 @@ CATALOG: tuple[Row, ...] = (
             min_lr=st.just(0.125),
             eps=st.just(0.0),
         ),
-        identity_options={},
     ),
     Row(
         af.context_parallel,
         _options(seq_dim=st.integers(1, 3), ring=st.just(value=True)),
-        identity_options={},
         not_beside=frozenset({"reduce"}),
     ),
     Row(af.sync_batchnorm, _options(), not_beside=frozenset({"reduce"})),
 )
-
-
-NOT_DRAWN: frozenset[type] = frozenset(
-    {
-        *(af.compile, af.compress_grads, af.optimizer_in_backward, af.schedule_free),
-        *(af.wrap_fsdp, af.wrap_deepspeed, af.tensor_parallel),
-    }
-)
-"""Public transforms that are not drawn.
-
-`compile` takes seconds. `schedule_free` needs a special optimizer, and `compress_grads` needs
-`wrap_ddp`. `optimizer_in_backward` can be combined with few other transforms. `wrap_deepspeed`
-needs real processes. Under `wrap_fsdp` and `tensor_parallel`, a state has shards, and tests that
-compare full tensors would have to gather them.
-"""
-
-
-def public_transforms() -> frozenset[type]:
-    """Return the classes of accelfn's public transforms, without `chain` and `NOT_DRAWN`."""
-    return frozenset(
-        value
-        for value in (getattr(af, name) for name in dir(af))
-        if isinstance(value, type)
-        and getattr(value, "__accelfn_transform__", False)
-        and value is not chain
-        and value not in NOT_DRAWN
-    )
-
-
-def fields_of(transform: Any) -> frozenset[str]:
-    """Return the methods of a transform, or of a class of transforms."""
-    cls = transform if isinstance(transform, type) else type(transform)
-    return frozenset(field for field in contract.FIELDS if hasattr(cls, field))
 
 
 def row_of(cls: Any) -> Row:
@@ -259,15 +208,3 @@ def row_of(cls: Any) -> Row:
         " pass a transform with the options that you test."
     )
     raise ArgumentError(msg)
-
-
-def transforms(cls: Any) -> st.SearchStrategy[Transform]:
-    """Draw one public transform with its options.
-
-    Raises:
-        ArgumentError: the class is not in the catalog.
-
-    Example:
-        >>> some_clipping = transforms(af.clip_grad_norm)
-    """
-    return row_of(cls).transforms()

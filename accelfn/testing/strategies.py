@@ -11,6 +11,7 @@ printed as the code that creates it, and shrinks to the smallest value that stil
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -19,35 +20,13 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from accelfn import (
-    Data,
-    Loss,
-    Metrics,
-    TrainState,
-    Transform,
-    World,
-    batches,
-    chain,
-    make_step,
-    shard_data,
-    wrap_ddp,
-)
-from accelfn import schedules as rates
+import accelfn as af
 from accelfn.errors import ArgumentError
 from accelfn.plug import arguments
 from accelfn.plug import transform as contract
 from accelfn.schedules import Schedule
-from accelfn.testing.catalog import CATALOG, Row, fields_of, row_of
-from accelfn.testing.simulation.calls import (
-    Corrupt,
-    Crash,
-    Fault,
-    Leave,
-    Raise,
-    Stall,
-    Sums,
-    Terminate,
-)
+from accelfn.testing.catalog import CATALOG, Row, row_of
+from accelfn.testing.simulation.calls import Fault, Sums
 
 # Strategies for valid chains of the catalog's transforms, in any order.
 
@@ -59,7 +38,7 @@ def chains(
     field: str | None = None,
     reduced: bool = False,
     max_size: int = len(CATALOG),
-) -> st.SearchStrategy[chain]:
+) -> st.SearchStrategy[af.chain]:
     """Draw chains of public transforms with options. Examples shrink to shorter chains.
 
     Args:
@@ -82,83 +61,55 @@ def chains(
         msg = f"chains(field={field!r}): expected one of {', '.join(contract.FIELDS)}."
         raise ArgumentError(msg)
     musts = [_must(member) for member in include]
-    present = {type(must.value) if must.value else must.row.cls for must in musts}
-    away = {row_of(cls) for cls in exclude}
-    free = [row for row in CATALOG if row not in away and row.cls not in present]
+    without = {must.cls for must in musts} | {row_of(cls).cls for cls in exclude}
+    free = [row for row in CATALOG if row.cls not in without]
     reducing = {"engine", "reduce"} if reduced else set[str]()
-    reducers = [row for row in free if reducing & row.fields]
+    # copies, because a row is drawn as a reducer or as another transform
+    reducers = [attrs.evolve(row) for row in free if reducing & row.fields]
     fitting = [row for row in free if field is None or field in row.fields]
-    places = [_Place(row, field=field) for row in fitting]
-    return _chains(musts, reducers, places, max_size)
+    return _chains(musts, reducers, fitting, max_size, field=field)
 
 
-@attrs.frozen(eq=False)
-class _Place:
-    """One transform of a chain: `value`, or a transform to be drawn from a row of the catalog.
-
-    If `field` is given, only transforms with this method are drawn. Whether a transform has a
-    method may depend on its options.
-    """
-
-    row: Row
-    value: Transform | None = None
-    field: str | None = None
-
-    def composes(self, places: Sequence["_Place"]) -> bool:
-        """Whether a chain may have this transform and the others, with suitable options."""
-        rejects = self.row.avoids(self.value)
-        return not any(
-            rejects & other.row.fields
-            or other.row.avoids(other.value) & self.row.fields
-            or (self.row.cls is other.row.cls)
-            for other in places
-        )
-
-
-def _must(member: Any) -> _Place:
+def _must(member: Any) -> Row:
     if isinstance(member, type):
-        return _Place(row_of(member))
-    if not contract.is_transform(member) or isinstance(member, chain):
+        return row_of(member)
+    if not contract.is_transform(member) or isinstance(member, af.chain):
         msg = f"chains(include=[{member!r}]): expected a transform, or a public transform's class."
         raise ArgumentError(msg)
     rows = [row for row in CATALOG if row.cls is type(member)]
-    return _Place(rows[0] if rows else Row(type(member), st.just({})), member)
+    return attrs.evolve(
+        rows[0] if rows else Row(type(member), st.just({})), value=member
+    )
 
 
 @st.composite
 def _chains(
     draw: st.DrawFn,
-    musts: Sequence[_Place],
+    musts: Sequence[Row],
     reducers: Sequence[Row],
-    rows: Sequence[_Place],
+    rows: Sequence[Row],
     max_size: int,
-) -> chain:
+    *,
+    field: str | None,
+) -> af.chain:
     chosen = list(musts)
-    able = [row for row in reducers if _Place(row).composes(chosen)]
+    able = [row for row in reducers if row.composes(chosen)]
     if able:
-        chosen.append(_Place(draw(st.sampled_from(able))))
+        chosen.append(draw(st.sampled_from(able)))
     num_musts = len(chosen)
     order = draw(st.permutations([*chosen, *rows]))
-    for place in order:
-        take = place not in chosen and draw(st.booleans())
-        if take and len(chosen) < num_musts + max_size and place.composes(chosen):
-            chosen.append(place)
-    return chain(
-        *[_draw_transform(draw, place, chosen) for place in order if place in chosen]
-    )
+    for row in order:
+        take = row not in chosen and draw(st.booleans())
+        if take and len(chosen) < num_musts + max_size and row.composes(chosen):
+            chosen.append(row)
 
+    def draw_transform(row: Row) -> af.Transform:
+        strategy = row.transforms(other for other in chosen if other is not row)
+        if field is not None and row in rows:  # options can disable a method
+            strategy = strategy.filter(partial(contract.has_field, field=field))
+        return draw(strategy)
 
-def _draw_transform(
-    draw: st.DrawFn, place: _Place, places: Sequence[_Place]
-) -> Transform:
-    if place.value is not None:
-        return place.value
-    fields = (fields_of(other.row.cls) for other in places if other is not place)
-    methods = frozenset[str]().union(*fields)
-    field, strategy = place.field, place.row.transforms(methods)
-    if field is not None:
-        strategy = strategy.filter(lambda t: contract.has_field(t, field))
-    return draw(strategy)
+    return af.chain(*[draw_transform(row) for row in order if row in chosen])
 
 
 # Records that print as the call that creates them, so that you can copy a failing example.
@@ -289,19 +240,15 @@ _TENTHS = _INTEGERS.map(lambda number: number + number / 10)
 # Fields of a record that the caller sets, each to a value or to a strategy that draws values.
 
 
-Drawn = Mapping[str, st.SearchStrategy[Any]]
-
-
 def field_strategies(
-    fields: Mapping[str, Any], defaults: Drawn
+    fields: Mapping[str, Any], defaults: Mapping[str, st.SearchStrategy[Any]]
 ) -> dict[str, st.SearchStrategy[Any]]:
     """Return a strategy for every field. `fields` override `defaults`."""
-    constant = {name: _strategy(value) for name, value in fields.items()}
+    constant = {
+        name: value if isinstance(value, st.SearchStrategy) else st.just(value)
+        for name, value in fields.items()
+    }
     return {**defaults, **constant}
-
-
-def _strategy(value: Any) -> st.SearchStrategy[Any]:
-    return value if isinstance(value, st.SearchStrategy) else st.just(value)
 
 
 # Loss functions that return a plain mean, or a total with a weight.
@@ -336,7 +283,7 @@ class Criterion:
     __repr__ = as_code
     _repr_pretty_ = print_code
 
-    def __call__(self, model: nn.Module, batch: Pair) -> torch.Tensor | Loss:
+    def __call__(self, model: nn.Module, batch: Pair) -> torch.Tensor | af.Loss:
         """Return the loss of a batch."""
         inputs, targets = batch
         outputs = model(inputs)
@@ -345,13 +292,13 @@ class Criterion:
         if self.reduction == "mean":
             return sample_losses.mean()
         if self.reduction == "sum":
-            return Loss(sample_losses.sum(), len(sample_losses))
+            return af.Loss(sample_losses.sum(), len(sample_losses))
         if self.reduction == "weighted":
             weights = targets[:, 0].abs()
             size = (inputs.sum(), float(len(inputs)))
-            return Loss((sample_losses * weights).sum(), weights.sum(), size=size)
+            return af.Loss((sample_losses * weights).sum(), weights.sum(), size=size)
         counts = targets[:, 0] > 0
-        return Loss(sample_losses[counts].sum(), counts.sum())
+        return af.Loss(sample_losses[counts].sum(), counts.sum())
 
 
 def losses(**fields: Any) -> st.SearchStrategy[Criterion]:
@@ -360,13 +307,8 @@ def losses(**fields: Any) -> st.SearchStrategy[Criterion]:
     Args:
         fields: fields of `Criterion`, each a value or a strategy that draws values.
     """
-    return st.builds(Criterion, **field_strategies(fields, _OF_LOSSES))
-
-
-_OF_LOSSES: dict[str, st.SearchStrategy[Any]] = {
-    "reduction": st.sampled_from(_REDUCTIONS),
-    "squared": st.booleans(),
-}
+    usual = {"reduction": st.sampled_from(_REDUCTIONS), "squared": st.booleans()}
+    return st.builds(Criterion, **field_strategies(fields, usual))
 
 
 # Small models with features that can break training: tied, frozen, unused parameters, buffers.
@@ -497,19 +439,14 @@ def models(**fields: Any) -> st.SearchStrategy[Net]:
     Example:
         >>> for_any_split = models(norm=False, dropout=False)
     """
-    return st.builds(Net, **field_strategies(fields, _OF_NETS))
-
-
-_OF_NETS: dict[str, st.SearchStrategy[Any]] = {
-    "depth": st.integers(0, 2),
-    "width": st.integers(1, 4),
-    "bias": st.sampled_from([True, False]),
-    "tied": st.booleans(),
-    "frozen": st.booleans(),
-    "unused": st.booleans(),
-    "norm": st.booleans(),
-    "dropout": st.booleans(),
-}
+    flags = "tied", "frozen", "unused", "norm", "dropout"
+    usual: dict[str, st.SearchStrategy[Any]] = {
+        "depth": st.integers(0, 2),
+        "width": st.integers(1, 4),
+        "bias": st.sampled_from([True, False]),
+        **dict.fromkeys(flags, st.booleans()),
+    }
+    return st.builds(Net, **field_strategies(fields, usual))
 
 
 # Factories of torch optimizers that can be compared and printed: a name and options.
@@ -616,7 +553,7 @@ class Program:
     optimizer: Callable[..., Any] = attrs.field(
         default=TorchOptimizer("SGD", lr=0.5), kw_only=True
     )
-    setup: chain = attrs.field(factory=chain, converter=chain, kw_only=True)
+    setup: af.chain = attrs.field(factory=af.chain, converter=af.chain, kw_only=True)
     schedule: Schedule | None = attrs.field(default=None, kw_only=True)
     batch_size: int = attrs.field(default=8, kw_only=True)
     shuffle: bool = attrs.field(default=False, kw_only=True)
@@ -629,41 +566,41 @@ class Program:
     __repr__ = as_code
     _repr_pretty_ = print_code
 
-    def __call__(self, world: World) -> TrainState:
+    def __call__(self, world: af.World) -> af.TrainState:
         """Train for all updates, and return the last state."""
         state, _ = self.train(self.state(world))
         return state
 
     @property
-    def data(self) -> Data:
+    def data(self) -> af.Data:
         """The dataset as an `af.Data`, with the batch size and the order."""
         dataset = self.dataset
-        return Data(
+        return af.Data(
             dataset.tensors if isinstance(dataset, Samples) else dataset,
             global_batch_size=self.batch_size,
             shuffle=self.shuffle,
             remainder=self.remainder,
         )
 
-    def state(self, world: World | None = None) -> TrainState:
+    def state(self, world: af.World | None = None) -> af.TrainState:
         """Create the state before the first update, by default in a world of one rank."""
-        return TrainState.create(
+        return af.TrainState.create(
             model=self.model,
             optimizer=self.optimizer,
             schedule=self.schedule,
             data=self.data,
             setup=self.setup,
-            world=World.single(device="cpu") if world is None else world,
+            world=af.World.single(device="cpu") if world is None else world,
             seed=self.seed,
         )
 
     def train(
-        self, state: TrainState, updates: int | None = None
-    ) -> tuple[TrainState, list[Metrics]]:
+        self, state: af.TrainState, updates: int | None = None
+    ) -> tuple[af.TrainState, list[af.Metrics]]:
         """Train for some updates, by default all. Return the state and each update's metrics."""
         count = self.updates if updates is None else updates
-        step, history = make_step(self.loss), list[Metrics]()
-        for batch in islice(batches(state) if count else (), count):
+        step, history = af.make_step(self.loss), list[af.Metrics]()
+        for batch in islice(af.batches(state) if count else (), count):
             state, metrics = step(state, batch)
             history.append(metrics)
         return state, history
@@ -692,8 +629,8 @@ _ANY: dict[str, st.SearchStrategy[Any]] = {
     "model": models(),
     "loss": losses(),
     "optimizer": optimizers(),
-    "setup": chains(include=[shard_data], reduced=True),
-    "schedule": st.sampled_from([None, rates.linear(4)]),
+    "setup": chains(include=[af.shard_data], reduced=True),
+    "schedule": st.sampled_from([None, af.schedules.linear(4)]),
     "shuffle": st.booleans(),
     "seed": st.integers(0, 3),
     "updates": st.integers(1, 3),
@@ -703,7 +640,7 @@ _EXACT: dict[str, st.SearchStrategy[Any]] = {
     "model": models(dyadic=True, norm=False, dropout=False),
     "loss": losses(squared=False),
     "optimizer": optimizers(dyadic=True),
-    "setup": chains(field="data", include=[shard_data, wrap_ddp]),
+    "setup": chains(field="data", include=[af.shard_data, af.wrap_ddp]),
     "schedule": st.none(),
     "updates": st.just(1),
 }
@@ -722,7 +659,7 @@ def _programs(
         is_net = isinstance(net, Net)
         sides = {"inputs": net.inputs, "outputs": net.outputs} if is_net else {}
         args["dataset"] = draw(datasets(dyadic=exact or None, **sides))
-    n = len(Data(args["dataset"], global_batch_size=1))
+    n = len(af.Data(args["dataset"], global_batch_size=1))
     if "batch_size" not in args:
         powers = [size for size in (1, 2, 4, 8) if size <= n]
         args["batch_size"] = draw(st.sampled_from(powers) if exact else _BATCH_SIZES)
@@ -741,18 +678,15 @@ def _with_unused_found(args: dict[str, Any], values: Collection[str]) -> dict[st
 
     Only fields that were drawn change. `values` names the fields that the caller set.
     """
-    net, setup = args["model"], chain(args["setup"])
-    blind = [
-        transform
-        for transform in setup
-        if isinstance(transform, wrap_ddp) and not transform.find_unused_parameters
-    ]
-    if not (blind and isinstance(net, Net) and net.unused):
+    net, setup = args["model"], af.chain(args["setup"])
+    ddp = next((t for t in setup if isinstance(t, af.wrap_ddp)), None)
+    has_unused = isinstance(net, Net) and net.unused
+    if not has_unused or ddp is None or ddp.find_unused_parameters:
         return args
     if "setup" not in values:
-        finds = attrs.evolve(blind[0], find_unused_parameters=True, static_graph=False)
-        parts = [finds if transform is blind[0] else transform for transform in setup]
-        return {**args, "setup": chain(*parts)}
+        finds = attrs.evolve(ddp, find_unused_parameters=True, static_graph=False)
+        parts = [finds if transform is ddp else transform for transform in setup]
+        return {**args, "setup": af.chain(*parts)}
     if "model" not in values:
         return {**args, "model": attrs.evolve(net, unused=False)}
     return args
@@ -789,7 +723,7 @@ def sums() -> st.SearchStrategy[Sums]:
     return st.sampled_from(get_args(Sums))
 
 
-KINDS: tuple[type[Fault], ...] = (Raise, Leave, Crash, Stall, Corrupt, Terminate)
+KINDS: tuple[type[Fault], ...] = get_args(Fault)
 
 
 def faults(

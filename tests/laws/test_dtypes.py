@@ -13,8 +13,8 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.catalog import CATALOG, public_transforms
-from tests.internals import NOT_DRAWN, Update
+from tests.catalog import CATALOG, NOT_DRAWN, public_transforms
+from tests.internals import Update
 from tests.laws.worlds import single
 
 ALL = (
