@@ -9,27 +9,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from accelfn import (
-    Data,
-    Loss,
-    Metrics,
-    TrainState,
-    World,
-    batches,
-    chain,
-    eval_params,
-    finalize,
-    make_step,
-    schedules,
-    shard_data,
-    wrap_ddp,
-)
+import accelfn as af
 from accelfn.errors import ArgumentError, LawError
 from accelfn.plug import arguments, tree
 from accelfn.testing.comparing import Comparison, format_differences
 from accelfn.testing.simulate import simulate
 
-Make: TypeAlias = Callable[[World, chain], tuple[TrainState, Callable[..., Any]]]
+Make: TypeAlias = Callable[
+    [af.World, af.chain], tuple[af.TrainState, Callable[..., Any]]
+]
 """A function of a world and a setup that returns the initial state and its step."""
 Held: TypeAlias = Mapping[str, Any]
 """A rank's state fields and metrics, by name. Causes of a difference come before effects."""
@@ -97,7 +85,7 @@ def assert_equivalent(
     call = "assert_equivalent"
     arguments.check_integer(call, "updates", updates, 1, "a number of updates")
     arguments.check_sizes(call, sizes)
-    pair = chain(setup_a), chain(setup_b)
+    pair = af.chain(setup_a), af.chain(setup_b)
     is_own = make is not None
     make = partial(dyadic_problem, optimizer) if make is None else make
     comparison = Comparison(rtol=rtol, atol=atol)
@@ -114,11 +102,11 @@ def assert_equivalent(
                 raise LawError(_format_error(pair, where, diffs) + hint)
 
 
-def _runs(make: Make, setup: chain, updates: int, size: int) -> Sequence[list[Held]]:
+def _runs(make: Make, setup: af.chain, updates: int, size: int) -> Sequence[list[Held]]:
     """Return each rank's state fields and metrics after each update and after finalize."""
     full_setup = _over_ranks(setup, size)
 
-    def train(world: World) -> list[Held]:
+    def train(world: af.World) -> list[Held]:
         state, step = make(world, full_setup)
         if state.world is not world or state.setup != full_setup:
             msg = (
@@ -127,56 +115,57 @@ def _runs(make: Make, setup: chain, updates: int, size: int) -> Sequence[list[He
             )
             raise ArgumentError(msg)
         contents: list[Held] = []
-        for batch in islice(batches(state), updates):
+        for batch in islice(af.batches(state), updates):
             state, metrics = step(state, batch)
             contents.append(_state_contents(state, metrics))
-        return [*contents, _state_contents(finalize(state), {})]
+        return [*contents, _state_contents(af.finalize(state), {})]
 
     return simulate(size, train)
 
 
-def _over_ranks(setup: chain, size: int) -> chain:
+def _over_ranks(setup: af.chain, size: int) -> af.chain:
     """Add `shard_data` and `wrap_ddp` to a setup that has neither an engine nor `reduce`."""
     if size == 1 or setup.owners["engine"] or setup.owners["reduce"]:
         return setup
-    has_sharding = any(isinstance(transform, shard_data) for transform in setup)
-    return chain(None if has_sharding else shard_data(), wrap_ddp(), setup)
+    has_sharding = any(isinstance(transform, af.shard_data) for transform in setup)
+    return af.chain(None if has_sharding else af.shard_data(), af.wrap_ddp(), setup)
 
 
-def _state_contents(state: TrainState, metrics: Any) -> Held:
-    if isinstance(metrics, Metrics):
+def _state_contents(state: af.TrainState, metrics: Any) -> Held:
+    if isinstance(metrics, af.Metrics):
         metrics = metrics.all_reduce_mean(state.world)
+    names = "opt_state", "params", "buffers", "slots"
     contents = {
         "step": state.step,
         "num_skipped": state.num_skipped,
         "cursor": [state.cursor.epoch, state.cursor.samples],
         "metrics": metrics,
-        "opt_state": dict(state.opt_state),
-        "params": dict(state.params),
-        "buffers": dict(state.buffers),
-        "slots": dict(state.slots),
-        "eval_params": dict(eval_params(state)),
+        **{name: getattr(state, name) for name in names},
+        "eval_params": af.eval_params(state),
     }
-    return {name: tree.clone(value) for name, value in contents.items()}
+    return tree.clone(contents)
 
 
-def _comparable(runs: Sequence[Held], pair: Sequence[chain]) -> list[Held]:
+def _comparable(runs: Sequence[Held], pair: Sequence[af.chain]) -> list[Held]:
     """Return the values of both runs without the metrics and slots of only one setup."""
     names = [{transform.name for transform in setup} for setup in pair]
-    lone = names[0] ^ names[1]
+    has_average = any(setup.owners["eval_params"] for setup in pair)
     reports = [run["metrics"] for run in runs]
     if all(isinstance(report, Mapping) for report in reports):
         shared = set.intersection(*map(set, reports))
         reports = [{n: r[n] for n in r if n in shared} for r in reports]
-    slots = [{k: v for k, v in run["slots"].items() if k not in lone} for run in runs]
-    parts = zip(runs, reports, slots, strict=True)
-    left_out = () if any(s.owners["eval_params"] for s in pair) else ("eval_params",)
-    contents = ({**run, "metrics": m, "slots": s} for run, m, s in parts)
-    return [{k: v for k, v in run.items() if k not in left_out} for run in contents]
+    contents: list[Held] = []
+    for run, report in zip(runs, reports, strict=True):
+        slots = {n: s for n, s in run["slots"].items() if n not in names[0] ^ names[1]}
+        values = {**run, "metrics": report, "slots": slots}
+        contents.append(
+            {n: values[n] for n in run if has_average or n != "eval_params"}
+        )
+    return contents
 
 
 def _format_error(
-    pair: Sequence[chain], where: str, diffs: Mapping[str, list[str]]
+    pair: Sequence[af.chain], where: str, diffs: Mapping[str, list[str]]
 ) -> str:
     codes = [f"af.chain({', '.join(map(repr, setup))})" for setup in pair]
     return (
@@ -228,16 +217,16 @@ class _Dyadic(nn.Module):
         return self.head(self.turn(inputs))
 
 
-def _dyadic_loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> Loss:
+def _dyadic_loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> af.Loss:
     inputs, targets, weights = batch
     errors = model(inputs) - targets
     total = (errors.square().sum(1) * weights).sum() / 2
-    return Loss(total, weights.sum(), error=(errors * weights[:, None]).sum())
+    return af.Loss(total, weights.sum(), error=(errors * weights[:, None]).sum())
 
 
 def dyadic_problem(
-    optimizer: Any | None, world: World, setup: chain
-) -> tuple[TrainState, Callable[..., Any]]:
+    optimizer: Any | None, world: af.World, setup: af.chain
+) -> tuple[af.TrainState, Callable[..., Any]]:
     """Return the state and step of the default problem: all sums are exact in any order."""
     rows = torch.arange(len(_WEIGHTS))
     inputs = torch.stack([rows % 3 - 1, rows // 3 % 3 - 1, rows * rows % 5 % 3 - 1], 1)
@@ -245,12 +234,12 @@ def dyadic_problem(
     weights = torch.tensor(_WEIGHTS)
     data = tuple(tensor.double() for tensor in (inputs, targets, weights))
     sgd = partial(torch.optim.SGD, lr=0.5, momentum=0.5)
-    state = TrainState.create(
+    state = af.TrainState.create(
         model=_Dyadic,
         optimizer=sgd if optimizer is None else optimizer,
-        schedule=schedules.linear(2, end=0.5),
-        data=Data(data, global_batch_size=8),
+        schedule=af.schedules.linear(2, end=0.5),
+        data=af.Data(data, global_batch_size=8),
         setup=setup,
         world=world,
     )
-    return state, make_step(_dyadic_loss)
+    return state, af.make_step(_dyadic_loss)

@@ -28,7 +28,6 @@ from pytest_accelfn import register_profiles
 from accelfn import Batch, World
 from accelfn.errors import ArgumentError, CheckpointError, SimulationError
 from accelfn.plug import codec, save, tree
-from accelfn.testing.laws import leaves
 from accelfn.testing.simulate import simulate
 from accelfn.testing.simulation.calls import Entry
 from accelfn.testing.traffic import import_script
@@ -54,43 +53,33 @@ def on_ranks(item: pytest.Function, options: Mapping[str, Any]) -> Generator[Non
     is_hypothesis = getattr(test, "is_hypothesis_test", False)
     holder, name = (test.hypothesis, "inner_test") if is_hypothesis else (item, "obj")
     plain: Callable[..., Any] = getattr(holder, name)
-    last: list[Entry] = []
-    setattr(holder, name, _on_every_rank(plain, options, last))
-    try:
-        yield
-    except (Exception, pytest.fail.Exception) as error:
-        item.add_report_section(
-            "call", "simulated world", _format_report(item, error, last)
-        )
-        raise
-    finally:
-        setattr(holder, name, plain)
+    logs: list[list[Entry]] = []
 
-
-def _on_every_rank(
-    test: Callable[..., Any], options: Mapping[str, Any], last: list[Entry]
-) -> Callable[..., Any]:
-    """Return a function of the world's size that runs the test, and fills `last` with the log."""
-
-    @functools.wraps(test)
+    @functools.wraps(plain)
     def run_simulated(*args: Any, world: int, **kwargs: Any) -> Any:
         __tracebackhide__ = True
+        logs.clear()
 
         def rank(rank_world: World) -> Any:
             __tracebackhide__ = True
             group: Any = rank_world.group
-            logs[rank_world.rank] = group.log
-            return test(*args, world=rank_world, **kwargs)
+            if rank_world.is_main:
+                logs.append(group.log)
+            return plain(*args, world=rank_world, **kwargs)
 
-        rank.__qualname__ = test.__qualname__
-        logs: dict[int, list[Entry]] = {}
-        try:
-            run = simulate(world, rank, **options)
-        finally:
-            last[:] = logs.get(0, [])
+        rank.__qualname__ = plain.__qualname__
+        run = simulate(world, rank, **options)
         return next((value for value in run if value is not None), None)
 
-    return run_simulated
+    setattr(holder, name, run_simulated)
+    try:
+        yield
+    except (Exception, pytest.fail.Exception) as error:
+        report = _format_report(item, error, logs[0] if logs else [])
+        item.add_report_section("call", "simulated world", report)
+        raise
+    finally:
+        setattr(holder, name, plain)
 
 
 def _format_report(
@@ -187,7 +176,7 @@ def _write(
 ) -> Path:
     """Write one rank's bundle. The JSON file is written last, so it marks a complete bundle."""
     tensors = codec.Table(objects=True)
-    flat = [state for _, state in leaves(states)]
+    flat = tree.tree_leaves(states)
     world = flat[0].definition.world
     path = folder / f"rank-{world.rank:05d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -226,11 +215,13 @@ def _read_bundles(folder: Path) -> list[dict[str, Any]]:
     if not paths:
         msg = f"{folder} contains no crash bundle (rank-*.json). Name the folder of a bundle."
         raise CheckpointError(msg)
-    bundles = {b["rank"]: b for b in map(_read_rank, paths)}
-    size = next(iter(bundles.values()))["size"]
+    all_bundles = [*map(_read_rank, paths)]
+    size = all_bundles[0]["size"]
     # an earlier run on another number of ranks may have left bundles in the folder
-    ranks = {rank for rank, bundle in bundles.items() if bundle["size"] == size}
-    missing = [rank for rank in range(size) if rank not in ranks]
+    bundles = {
+        bundle["rank"]: bundle for bundle in all_bundles if bundle["size"] == size
+    }
+    missing = [rank for rank in range(size) if rank not in bundles]
     if missing:
         msg = (
             f"{folder}: the bundle of rank {', '.join(map(str, missing))} is missing (of {size}"

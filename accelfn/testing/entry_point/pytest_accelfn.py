@@ -8,6 +8,7 @@ torch and Hypothesis only when a test needs them. The rest of the plugin is in
 
 import sys
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ _MARKER = (
     " rank of a simulated world of each size (default 1, 2 and 4). The test takes `world`."
 )
 _SIZES = (1, 2, 4)
-_OPTIONS = frozenset({"seed", "schedule", "faults", "sums"})
+_OPTIONS = ("faults", "schedule", "seed", "sums")
 
 _PROFILES: dict[str, dict[str, Any]] = {
     "dev": {"max_examples": 25},
@@ -41,31 +42,21 @@ def register_profiles(*, replace: bool = False) -> None:
         replace: whether to replace existing profiles of these names, such as Hypothesis's `ci`.
     """
     from hypothesis import HealthCheck, settings  # noqa: PLC0415 - only if needed
-
-    for name, options in _PROFILES.items():
-        if replace or not _is_registered(name):
-            settings.register_profile(
-                name,
-                # not the loaded profile: if CI is set, that profile draws no new examples
-                parent=settings.get_profile("default"),
-                deadline=None,
-                suppress_health_check=[
-                    HealthCheck.too_slow,
-                    HealthCheck.function_scoped_fixture,
-                ],
-                **options,
-            )
-
-
-def _is_registered(name: str) -> bool:
-    from hypothesis import settings  # noqa: PLC0415
     from hypothesis.errors import InvalidArgument  # noqa: PLC0415
 
-    try:
-        settings.get_profile(name)
-    except InvalidArgument:
-        return False
-    return True
+    # not the loaded profile: if CI is set, that profile draws no new examples
+    parent = settings.get_profile("default")
+    ignored_checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    common = {
+        "parent": parent,
+        "deadline": None,
+        "suppress_health_check": ignored_checks,
+    }
+    for name, options in _PROFILES.items():
+        with suppress(InvalidArgument):  # the profile does not exist
+            if settings.get_profile(name) and not replace:
+                continue
+        settings.register_profile(name, **common, **options)
 
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis loads the selected profile
@@ -112,12 +103,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     sizes = marker.args or _SIZES
     wrong = [size for size in sizes if type(size) is not int or size < 1]
-    unknown = sorted(marker.kwargs.keys() - _OPTIONS)
-    if wrong or unknown:
+    wrong += sorted(marker.kwargs.keys() - set(_OPTIONS))
+    if wrong:
         msg = (
             f"{metafunc.definition.nodeid}: @pytest.mark.simulated accepts numbers of ranks, and"
-            f" the options {', '.join(sorted(_OPTIONS))}, not"
-            f" {', '.join(map(repr, [*wrong, *unknown]))}."
+            f" the options {', '.join(_OPTIONS)}, not {', '.join(map(repr, wrong))}."
         )
         raise pytest.Collector.CollectError(msg)
     if "world" not in metafunc.fixturenames:
