@@ -167,7 +167,7 @@ _NAMES = {
     "accelfn.testing.catalog": ("CATALOG", "Row", "row_of"),
     "accelfn.testing.equivalence": ("dyadic_problem",),
     "accelfn.testing.laws": ("PROBLEMS", "Subject"),
-    "accelfn.testing.method_laws": ("method_laws",),
+    "accelfn.testing.method_laws": ("loads_anywhere",),
     "accelfn.testing.plugin": ("register_profiles",),
     "accelfn.testing.processes": ("RankProcess",),
     "accelfn.testing.simulation": ("calls",),

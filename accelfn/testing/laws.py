@@ -4,34 +4,24 @@
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
+from unittest import mock
 
 import attrs
 import cloudpickle
 import torch
 from torch import nn
 
-from accelfn import (
-    Data,
-    Loss,
-    Metrics,
-    TrainState,
-    World,
-    batches,
-    chain,
-    load,
-    make_step,
-    report_metric,
-    save,
-)
+import accelfn as af
 from accelfn.plug import devices, draws, tree
 from accelfn.plug import transform as contract
 from accelfn.testing.comparing import Comparison, entries, first_difference
-from accelfn.testing.processes import Pool
+from accelfn.testing.processes import Pool, RankError
 from accelfn.testing.rank import pack
 from accelfn.testing.simulate import simulate
 
@@ -41,6 +31,8 @@ History: TypeAlias = list[Mapping[str, Any]]
 States: TypeAlias = Any
 """A TrainState, or a tree of them."""
 Advance: TypeAlias = Callable[[States, int, int], Iterator[tuple[States, Any]]]
+Resume: TypeAlias = Callable[[int, str], list[History]]
+"""A function of a number of updates and a folder that resumes the run that was saved there."""
 
 
 @attrs.frozen(kw_only=True)
@@ -51,11 +43,13 @@ class Subject:
         name: the name of the run in error messages.
         size: the number of ranks.
         updates: the number of updates.
-        start: a function of a world that returns the states before the first update.
+        begin: a function of a world and a setup that returns the states before the first update.
         advance: a function `(states, offset, number)` that yields the states and metrics of the
             next `number` updates.
-        begin: a function of a world and a setup that returns the first states, or None if the
-            setup is fixed.
+        members: the transforms that the laws are about, if they are about transforms.
+        build: a function that completes transforms to a setup: it adds data sharding and an
+            engine. Its options replace these.
+        setup: the setup of the run, or None if `begin` ignores it.
         end: a function of the last states that returns more values to compare, by name.
         splits: whether the result does not depend on how an update is split, because the run
             has no random numbers and no batch statistics.
@@ -66,9 +60,11 @@ class Subject:
     name: str
     size: int
     updates: int
-    start: Callable[[World], States]
+    begin: Callable[[af.World, Any], States]
     advance: Advance
-    begin: Callable[[World, Any], States] | None = None
+    members: Sequence[Any] = ()
+    build: Callable[..., af.chain] = af.chain
+    setup: Any = None
     end: Callable[[States], Mapping[str, Any]] = lambda _: {}
     splits: bool = False
     num_cuts: int | None = None
@@ -81,8 +77,8 @@ class Subject:
             return cuts
         # update 0, the last three, and evenly spaced updates between them
         between = range(1, len(cuts) - 3)
-        count = max(1, most - 4)
-        chosen = {between[len(between) * i // count] for i in range(count)}
+        number = max(1, most - 4)
+        chosen = {between[len(between) * i // number] for i in range(number)}
         return [0, *sorted(chosen), *cuts[-3:]]
 
     @cached_property
@@ -90,48 +86,60 @@ class Subject:
         """Each rank's history without interruption. The run happens at the first access."""
         return self.histories()
 
-    def within(self, setup: Any) -> "Subject":
-        """Return the same training run with another setup."""
-        assert self.begin is not None  # noqa: S101 - tests of transforms set it
-        begin = self.begin
+    def start(self, world: af.World) -> States:
+        """Return the states before the first update."""
+        return self.begin(world, self.setup)
 
-        def start(world: World) -> States:
-            return begin(world, setup)
+    def after(self, states: States, number: int) -> States:
+        """Return the states after the first `number` updates."""
+        for after, _ in self.advance(states, 0, number):
+            states = after
+        return states
 
-        return attrs.evolve(self, start=start)
+    def watch_members(self, watch: Callable[[Any], Any]) -> "Subject":
+        """Return the same run with `watch(transform)` instead of each transform."""
+        return attrs.evolve(self, setup=self.build(*map(watch, self.members)))
+
+    def on_any_rank(self, rank: Callable[[af.World], T | None]) -> T | None:
+        """Run a function on each rank, and return the first result that is not empty."""
+        return first(simulate(self.size, rank))
 
     def histories(self, **options: Any) -> list[History]:
         """Run without interruption, and return each rank's history."""
 
-        def rank(world: World) -> History:
+        def rank(world: af.World) -> History:
             return self._run(self.start(world), 0, self.updates)
 
         return self._on_ranks(rank, **options)
 
-    def run_cut(self, at: int, folder: Path) -> list[History]:
-        """Save and load the run after `at` updates, and return each rank's history."""
-        heads = self.save_after(at, folder)
-        tails = self.resume_from(at, folder)
+    def run_cut(self, at: int, resume: Resume | None = None) -> list[History]:
+        """Save and load the run after `at` updates, and return each rank's history.
+
+        By default, `resume_from` continues the run.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            heads = self.save_after(at, folder)
+            tails = (resume or self.resume_from)(at, folder)
         return [head + tail for head, tail in zip(heads, tails, strict=True)]
 
-    def save_after(self, at: int, folder: Path) -> list[History]:
+    def save_after(self, at: int, folder: str) -> list[History]:
         """Run the first `at` updates, save the states, and return each rank's history."""
 
-        def rank(world: World) -> History:
+        def rank(world: af.World) -> History:
             states, history = self._train(self.start(world), 0, at)
-            for name, state in leaves(states):
-                save(state, folder / name)
+            for place, state in enumerate(tree.tree_leaves(states)):
+                af.save(state, Path(folder, f"state-{place}"))
             return history
 
         return self._on_ranks(rank)
 
-    def resume_from(self, at: int, folder: Path) -> list[History]:
+    def resume_from(self, at: int, folder: str) -> list[History]:
         """Load the states after `at` updates, run the other updates, and return the histories."""
 
-        def rank(world: World) -> History:
+        def rank(world: af.World) -> History:
+            paths = (Path(folder, f"state-{place}") for place in count())
             start = self.start(world)
-            paths = (folder / name for name, _ in leaves(start))
-            states = tree.tree_map(lambda new: load(new, next(paths)), start)
+            states = tree.tree_map(lambda new: af.load(new, next(paths)), start)
             return self._run(states, at, self.updates - at)
 
         return self._on_ranks(rank)
@@ -142,9 +150,11 @@ class Subject:
         The other copy, the twin, has other parameters, and trains in turns with the first copy.
         """
 
-        def rank(world: World) -> History:
+        def rank(world: af.World) -> History:
             states, history = self._train(self.start(world), 0, 1)
-            copies = [tree.tree_map(fork, states) for fork in (TrainState.copy, _twin)]
+            copies = [
+                tree.tree_map(fork, states) for fork in (af.TrainState.copy, _twin)
+            ]
             run, twin = (self.advance(copy, 1, self.updates - 1) for copy in copies)
             for after, metrics in run:
                 next(twin, None)
@@ -153,7 +163,7 @@ class Subject:
 
         return self._on_ranks(rank)
 
-    def _on_ranks(self, rank: Callable[[World], T], **options: Any) -> list[T]:
+    def _on_ranks(self, rank: Callable[[af.World], T], **options: Any) -> list[T]:
         return list(simulate(self.size, rank, sums="ring", **options))
 
     def _run(self, states: States, offset: int, number: int) -> History:
@@ -170,11 +180,16 @@ class Subject:
         return states, history
 
 
+def first(results: Iterable[T | None]) -> T | None:
+    """Return the first result that is not empty, or None."""
+    return next(filter(None, results), None)
+
+
 OWN = "own "
 """The prefix of slot entries that a transform declares as `by_rank`."""
 
 
-def _twin(state: TrainState) -> TrainState:
+def _twin(state: af.TrainState) -> af.TrainState:
     """Return a copy of the state with other parameters."""
     params = {
         n: p * 1.25 if p.is_floating_point() else p for n, p in state.params.items()
@@ -182,25 +197,18 @@ def _twin(state: TrainState) -> TrainState:
     return state.copy().with_params(params)
 
 
-def leaves(states: States) -> list[tuple[str, TrainState]]:
-    """Return the states of a tree in order, each with a numbered name."""
-    flat: list[TrainState] = []
-    tree.tree_map(flat.append, states)
-    return [(f"state-{place}", state) for place, state in enumerate(flat)]
-
-
 def state_contents(states: States, metrics: Any) -> dict[str, Any]:
     """Return copies of the saved values of states, and the metrics, by name."""
     contents: dict[str, Any] = {}
-    several = len(leaves(states)) > 1
-    for name, state in leaves(states):
-        prefix = f"{name}." if several else ""
-        own_paths = [
+    flat = tree.tree_leaves(states)
+    for place, state in enumerate(flat):
+        prefix = f"state-{place}." if len(flat) > 1 else ""
+        own_paths = tuple(
             f"slots[{slot!r}][{entry!r}]"
             for slot, entry in contract.by_rank(state.setup)
-        ]
+        )
         for path, leaf in entries(state, gather=True).items():
-            is_own = path.startswith(tuple(own_paths))
+            is_own = path.startswith(own_paths)
             contents[f"{prefix}{OWN if is_own else ''}{path}"] = leaf
     if isinstance(metrics, Mapping):
         contents |= {f"metrics[{name!r}]": value for name, value in metrics.items()}
@@ -212,8 +220,6 @@ def state_contents(states: States, metrics: Any) -> dict[str, Any]:
 
 Law: TypeAlias = Callable[[Subject], str | None]
 """A function that returns how a subject breaks the law, or None."""
-Around: TypeAlias = Callable[..., chain]
-"""A function that completes transforms to a setup: it adds data sharding and an engine."""
 NEARLY_EQUAL = Comparison(rtol=1e-4, atol=1e-6)
 """A comparison that allows rounding errors of sums and divisions."""
 Histories: TypeAlias = Sequence[Sequence[Mapping[str, Any]]]
@@ -250,15 +256,14 @@ def trains(subject: Subject) -> str | None:
 def keeps_frozen(subject: Subject) -> str | None:
     """Frozen parameters do not change."""
 
-    def rank(world: World) -> str | None:
+    def rank(world: af.World) -> str | None:
         state = subject.start(world)
         names = state.params.keys() - set(state.trainable)
         frozen = {name: state.params[name].clone() for name in names}
-        for after, _ in subject.advance(state, 0, subject.updates):
-            state = after
+        state = subject.after(state, subject.updates)
         return first_difference(frozen, {name: state.params[name] for name in names})
 
-    broken = next(filter(None, simulate(subject.size, rank)), None)
+    broken = subject.on_any_rank(rank)
     advice = "Change only the parameters in state.trainable."
     return f"it changed a frozen parameter: {broken}. {advice}" if broken else None
 
@@ -273,22 +278,21 @@ def forks_apart(subject: Subject) -> str | None:
 def leaves_settings(subject: Subject) -> str | None:
     """The run does not change settings of the process, such as torch's default dtype."""
 
-    def rank(world: World) -> str | None:
-        for _ in subject.advance(subject.start(world), 0, 2):
-            pass
-        for name, (get, _, value) in _SETTINGS.items():
-            if get() != value:
-                return f"it changed {name} to {get()} for the whole process."
+    def rank(world: af.World) -> str | None:
+        subject.after(subject.start(world), 2)
+        for name, read, _, value in _SETTINGS:
+            if read() != value:
+                return f"it changed torch's {name} to {read()} for the whole process."
         return None
 
-    before = {name: get() for name, (get, _, _) in _SETTINGS.items()}
+    before = [read() for _, read, _, _ in _SETTINGS]
     try:  # set the settings once, because all ranks share them
-        for _, write, value in _SETTINGS.values():
+        for _, _, write, value in _SETTINGS:
             write(value)
-        return next(filter(None, simulate(subject.size, rank)), None)
+        return subject.on_any_rank(rank)
     finally:
-        for name, (_, write, _) in _SETTINGS.items():
-            write(before[name])
+        for (_, _, write, _), value in zip(_SETTINGS, before, strict=True):
+            write(value)
 
 
 def no_environment(subject: Subject) -> str | None:
@@ -312,11 +316,10 @@ def own_randomness(subject: Subject) -> str | None:
     if broken:
         return broken
 
-    def rank(world: World) -> str | None:
+    def rank(world: af.World) -> str | None:
         states = subject.start(world)
         before = draws.generator_states(torch.device("cpu"))
-        for _ in subject.advance(states, 0, 2):
-            pass
+        subject.after(states, 2)
         after = draws.generator_states(torch.device("cpu"))
         names = "torch", "Python", "numpy"
         for name, old, new in zip(names, before, after, strict=True):
@@ -324,18 +327,15 @@ def own_randomness(subject: Subject) -> str | None:
                 return f"it advanced {name}'s global generator. {_DRAW}"
         return None
 
-    return next(filter(None, simulate(subject.size, rank)), None)
+    return subject.on_any_rank(rank)
 
 
 def any_schedule(subject: Subject) -> str | None:
     """The order of the ranks' turns does not change the results."""
-    plain = subject.plain
-    for schedule in ([1] * 200, [1, 0, 2] * 80):
-        other = partial(subject.histories, schedule=schedule)
-        broken = _attempt(plain, other, "with the ranks' turns in another order")
-        if broken:
-            return broken
-    return None
+    how = "with the ranks' turns in another order"
+    orders = [1] * 200, [1, 0, 2] * 80
+    reruns = (partial(subject.histories, schedule=order) for order in orders)
+    return first(_attempt(subject.plain, rerun, how) for rerun in reruns)
 
 
 def replicas_agree(subject: Subject) -> str | None:
@@ -360,15 +360,15 @@ _BY_RANK = (
 
 def resumes(subject: Subject) -> str | None:
     """A run that is saved and loaded after any update continues with bitwise equal results."""
-    plain = subject.plain
-    for at in subject.cuts:
-        with tempfile.TemporaryDirectory() as folder:
-            rerun = partial(subject.run_cut, at, Path(folder))
-            how = f"saved and loaded after {at} updates"
-            broken = _attempt(plain, rerun, how, REMEMBER)
-        if broken:
-            return broken
-    return None
+    return first(
+        _attempt(
+            subject.plain,
+            partial(subject.run_cut, at),
+            f"saved and loaded after {at} updates",
+            REMEMBER,
+        )
+        for at in subject.cuts
+    )
 
 
 COMMON: Mapping[str, Law] = {
@@ -415,29 +415,20 @@ def moment(update: int, history: Sequence[object]) -> str:
     return "at the end" if update == len(history) else f"after update {update}"
 
 
-_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
-    "torch's default dtype": (
-        *(torch.get_default_dtype, torch.set_default_dtype),
-        torch.float32,
-    ),
-    "torch's number of threads": (torch.get_num_threads, torch.set_num_threads, 1),
-    "torch's deterministic mode": (
-        *(
-            torch.are_deterministic_algorithms_enabled,
-            torch.use_deterministic_algorithms,
-        ),
+_IEEE = ("ieee", "ieee")
+_SETTINGS: Sequence[tuple[str, Callable[[], Any], Callable[[Any], Any], Any]] = (
+    ("default dtype", torch.get_default_dtype, torch.set_default_dtype, torch.float32),
+    ("number of threads", torch.get_num_threads, torch.set_num_threads, 1),
+    (
+        "deterministic mode",
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
         False,
     ),
-    "torch's precision of matrix products": (
-        *(devices.precisions, devices.set_precisions),
-        ("ieee", "ieee"),
-    ),
-    "torch's grad mode": (
-        *(torch.is_grad_enabled, torch.set_grad_enabled),
-        True,
-    ),
-}
-"""For each setting: a function that reads it, a function that sets it, and a test value."""
+    ("precision of matrix products", devices.precisions, devices.set_precisions, _IEEE),
+    ("grad mode", torch.is_grad_enabled, torch.set_grad_enabled, True),
+)
+"""Settings of torch: the name, functions that read and set it, and a test value."""
 _ENVIRONMENTS: tuple[dict[str, str], ...] = (
     {},
     {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
@@ -446,17 +437,10 @@ _ENVIRONMENTS: tuple[dict[str, str], ...] = (
 _PLACES = (*_ENVIRONMENTS[1], "GROUP_RANK", "NODE_RANK", "SLURM_PROCID")
 
 
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Generator[None]:
+def _environment(values: Mapping[str, str]) -> AbstractContextManager[Any]:
     """In a `with` block: set these launcher variables, and remove all other launcher variables."""
-    before = {name: os.environ.pop(name) for name in _PLACES if name in os.environ}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            os.environ.pop(name, None)
-        os.environ.update(before)
+    other_vars = {n: value for n, value in os.environ.items() if n not in _PLACES}
+    return mock.patch.dict(os.environ, {**other_vars, **values}, clear=True)
 
 
 def _replicated_entries(contents: Mapping[str, Any]) -> dict[str, Any]:
@@ -465,7 +449,7 @@ def _replicated_entries(contents: Mapping[str, Any]) -> dict[str, Any]:
     Values of metrics, buffers and entries declared as `by_rank` are left out. For metrics, only
     the names must be equal.
     """
-    kinds = ("metrics", "buffers", "own ")
+    kinds = ("metrics", "buffers", OWN)
     return {name: "reported" for name in contents if name.startswith("metrics")} | {
         name: leaf
         for name, leaf in contents.items()
@@ -564,17 +548,19 @@ class Problem:
     grouped: bool = False
     seed: int = 1
 
-    def state(self, world: World, setup: Callable[[Any], Any] | None) -> TrainState:
+    def state(
+        self, world: af.World, setup: Callable[[Any], Any] | None
+    ) -> af.TrainState:
         """Return the state before the first update."""
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(_ROWS, _IN, generator=generator)
         targets = torch.randn(_ROWS, _OUT, generator=generator)
         make = _OPTIMIZERS[self.optimizer]
-        return TrainState.create(
+        return af.TrainState.create(
             model=lambda: _Net(norm=self.norm, drop=self.drop),
             optimizer=partial(_in_groups, make) if self.grouped else make,
             schedule=_warmup if self.grouped else None,
-            data=Data((inputs, targets), global_batch_size=7, shuffle=True),
+            data=af.Data((inputs, targets), global_batch_size=7, shuffle=True),
             setup=setup,
             world=world,
             seed=self.seed,
@@ -587,23 +573,20 @@ class Problem:
         if not self.weighted:
             return errors.mean()
         weights = inputs[:, 0].abs()
-        return Loss((errors * weights).sum(), weights.sum(), size=inputs.abs().sum())
+        return af.Loss((errors * weights).sum(), weights.sum(), size=inputs.abs().sum())
 
     def updates(
-        self, state: TrainState, number: int
-    ) -> Iterator[tuple[TrainState, Metrics]]:
+        self, state: af.TrainState, number: int
+    ) -> Iterator[tuple[af.TrainState, af.Metrics]]:
         """Train for `number` updates, and yield the state and metrics after each update."""
-        step = make_step(self.loss)
-        last = state.step + number
-        if number:
-            for batch in batches(state):
-                state, metrics = step(state, batch)
-                slots = state.slots.values()
-                if any(isinstance(s, Mapping) and "reported" in s for s in slots):
-                    state = report_metric(state, 1.0)  # a metric that never improves
-                yield state, metrics
-                if state.step >= last:
-                    return
+        step = af.make_step(self.loss)
+        source, last = iter(af.batches(state)), state.step + number
+        while state.step < last:
+            state, metrics = step(state, next(source))
+            slots = state.slots.values()
+            if any(isinstance(s, Mapping) and "reported" in s for s in slots):
+                state = af.report_metric(state, 1.0)  # a metric that never improves
+            yield state, metrics
 
 
 PROBLEMS = (
@@ -613,26 +596,38 @@ PROBLEMS = (
 )
 
 
-# Calls of a function in a new process.
+# The law that a run continues in a new process.
 
 
 _SECONDS = 600.0
 
 
-def call_anew(frozen: bytes, *args: Any) -> Any:
-    """Call a function that `cloudpickle` pickled in a new process, and return the result.
+def new_process(make: bytes, subject: Subject) -> str | None:
+    """A saved run continues in a new process with the same results.
 
-    Raises:
-        RankError: the function raised, or the process cannot import it.
+    Only the first run of a problem in a process can show a difference. So `subject` has a
+    problem that did not run before in this process.
+
+    Args:
+        make: a function of a number of updates that returns the subject, by `cloudpickle`.
+        subject: the run.
     """
-    pool = Pool(1)
+
+    def resume(at: int, folder: str) -> list[History]:
+        with closing(Pool(1)) as pool:
+            call = pack((_resume, (make, subject.updates, at, folder), {}))
+            (histories,) = pool.run(call, _SECONDS)
+        return pickle.loads(histories)  # noqa: S301 - of our own process
+
     try:
-        (result,) = pool.run(pack((_call, (frozen, *args), {})), _SECONDS)
-    finally:
-        pool.close()
-    return pickle.loads(result)  # noqa: S301 - of our own process
+        histories = subject.run_cut(1, resume)
+    except RankError as error:
+        return f"the run failed after it was loaded in a new process: {error}"
+    runs = "a run that continues in a new process, and the same run in this process,"
+    return differ(histories, subject.plain, runs, REMEMBER)
 
 
-def _call(world: World, frozen: bytes, *args: Any) -> bytes:
+def _resume(world: af.World, make: bytes, updates: int, at: int, folder: str) -> bytes:
     del world
-    return cloudpickle.dumps(pickle.loads(frozen)(*args))  # noqa: S301 - the caller's own
+    subject: Subject = pickle.loads(make)(updates)  # noqa: S301 - the caller's own
+    return cloudpickle.dumps(subject.resume_from(at, folder))

@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from itertools import islice
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -14,21 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
 
-from accelfn import (
-    Batch,
-    Grads,
-    TrainState,
-    Update,
-    World,
-    accumulate,
-    all_reduce,
-    batches,
-    chain,
-    eval_params,
-    finalize,
-    make_step,
-)
-from accelfn import transform as transform_of
+import accelfn as af
 from accelfn.errors import CompositionError, GradsError
 from accelfn.plug import GradInfo, tree
 from accelfn.plug import transform as contract
@@ -36,11 +21,11 @@ from accelfn.plug import update as moment
 from accelfn.testing.comparing import BITWISE, entries, first_difference, leaves
 from accelfn.testing.laws import (
     NEARLY_EQUAL,
-    Around,
     History,
     Law,
     Subject,
     differ,
+    first,
     state_contents,
 )
 from accelfn.testing.simulate import simulate
@@ -107,42 +92,37 @@ def intercept(transform: Any, fields: Iterable[str], call: Callable[..., Any]) -
     return with_methods(transform, methods)
 
 
-_METHODS = (
-    *("init", "grads", "hyper", "after_update"),
-    *("reduce", "eval_params", "finalize"),
-)
+ACTS = ("grads", "hyper", "after_update", "reduce", "eval_params")
+"""Methods that act if they change their arguments or communicate."""
+_METHODS = ("init", *ACTS, "finalize")
 
 
 def _protected_tensors(
     value: Any, *, owner: str, field: str
 ) -> dict[str, torch.Tensor]:
     """Return, by name, the tensors that a method must not change in this argument."""
-    if isinstance(value, (TrainState, Update)):
-        state = value if isinstance(value, TrainState) else value.state
+    if isinstance(value, (af.TrainState, af.Update)):
+        state = value if isinstance(value, af.TrainState) else value.state
         is_new = field in _IN_PLACE  # the step has updated the old state in place
         slots = value.slots if is_new else state.slots
-        parts = {f"slots[{n!r}]": slot for n, slot in slots.items() if n != owner}
-        if not is_new:
-            for part in ("params", "buffers", "opt_state"):
-                entries = getattr(state, part).items()
-                parts |= {f"{part}[{name!r}]": entry for name, entry in entries}
-        return _tensors(parts)
+        other_slots = {name: slot for name, slot in slots.items() if name != owner}
+        tensors = _tensors("slots", other_slots)
+        for part in () if is_new else ("params", "buffers", "opt_state"):
+            tensors |= _tensors(part, getattr(state, part))
+        return tensors
     if isinstance(value, nn.Module):
         return {f"parameter {n!r}": p for n, p in value.named_parameters()}
-    if isinstance(value, Grads) or field in _METHODS:
+    if isinstance(value, af.Grads) or field in _METHODS:
         return {}
-    if isinstance(value, Batch):
+    if isinstance(value, af.Batch):
         value = value.micro_batches
-    leaves = tree.tensor_leaves(value)
-    return {f"tensor {i} of the batch": leaf for i, leaf in enumerate(leaves)}
+    inputs = enumerate(tree.tensor_leaves(value))
+    return {f"tensor {i} of the batch": tensor for i, tensor in inputs}
 
 
-def _tensors(parts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for name, part in parts.items():
-        leaves = tree.tensor_leaves(part)
-        tensors |= {f"{name} ({i})" if i else name: t for i, t in enumerate(leaves)}
-    return tensors
+def _tensors(path: str, value: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a tree by path."""
+    return {p: t for p, t in leaves(path, value) if isinstance(t, torch.Tensor)}
 
 
 # The laws of `reduce`, which must return the weighted mean over all ranks.
@@ -163,11 +143,11 @@ _LARGE, _LITTLE = 10.0, 0.01
 def watch_mean(transform: Any, report: Report) -> Any:
     """Return an equal transform that reports if `reduce` does not return the mean."""
 
-    def call(_: str, method: Any, self: Any, grads: Grads, *rest: Any) -> Any:
-        update: Update = rest[1]
+    def call(_: str, method: Any, self: Any, grads: af.Grads, *rest: Any) -> Any:
+        update: af.Update = rest[1]
         means = _mean(grads, update.world)
         output = method(self, grads, *rest)
-        new_grads: Grads = output[0]
+        new_grads: af.Grads = output[0]
         missing = sorted(means.keys() - new_grads.tensors.keys())
         if missing:
             report(
@@ -187,44 +167,40 @@ def watch_mean(transform: Any, report: Report) -> Any:
     return intercept(transform, ["reduce"], call)
 
 
-def sends_all(members: Sequence[Any]) -> Law:
-    """Return the law that `reduce` later sends what it left out, on any number of ranks."""
-    merging = [member for member in members if contract.has_field(member, "merge")]
+def sends_all_later(subject: Subject) -> str | None:
+    """`reduce` later sends what it left out, on any number of ranks."""
+    merging = [m for m in subject.members if contract.has_field(m, "merge")]
 
-    def law(subject: Subject) -> str | None:
-        def begin(world: World) -> _Reduced:
-            return _sum_reduced(subject.start(world), range(1), _LARGE)
+    def begin(world: af.World) -> _Reduced:
+        return _sum_reduced(subject.start(world), range(1), _LARGE)
 
-        def resume(world: World) -> _Reduced:
-            state, all_slots = subject.start(world), [slots for *_, slots in first_runs]
-            slots = {} if merging else {**all_slots[world.rank]}
-            for member in merging:
-                by_rank = tree.clone([slots_of[member.name] for slots_of in all_slots])
-                slots[member.name] = member.merge(by_rank, world)[1]
-            state = attrs.evolve(state, slots={**state.slots, **slots})
-            return _sum_reduced(state, range(1, 1 + _ROUNDS), _LITTLE)
+    def resume(world: af.World) -> _Reduced:
+        state, all_slots = subject.start(world), [slots for *_, slots in first_runs]
+        slots = {} if merging else {**all_slots[world.rank]}
+        for member in merging:
+            by_rank = tree.clone([slots_of[member.name] for slots_of in all_slots])
+            slots[member.name] = member.merge(by_rank, world)[1]
+        state = attrs.evolve(state, slots={**state.slots, **slots})
+        return _sum_reduced(state, range(1, 1 + _ROUNDS), _LITTLE)
 
-        first_runs = simulate(subject.size, begin)
-        size = (1 if subject.size > 1 else 2) if merging else subject.size
-        sums, means, _ = zip(first_runs[0], simulate(size, resume)[0], strict=True)
-        targets = {name: means[0][name] + means[1][name] for name in means[0]}
-        missing = [sums[0][name] + sums[1][name] - targets[name] for name in targets]
-        off = float(get_total_norm(missing) / get_total_norm([*targets.values()]))
-        if off <= _IN_SUM:
-            return None
-        plural = "s" * (size > 1)
-        note = f" (the last {_ROUNDS} on {size} rank{plural})" if merging else ""
-        return (
-            f"over {1 + _ROUNDS} updates{note}, the sum of reduce's results differs from the sum"
-            f" of the weighted means by {off:.2g} times its norm. Keep the unsent rest of a"
-            " gradient in the slot, send it later, and divide it among the new ranks in merge."
-            ' Or write gives_up = {"sends_all_later": "it is a vote"}.'
-        )
-
-    return law
+    first_runs = simulate(subject.size, begin)
+    size = (1 if subject.size > 1 else 2) if merging else subject.size
+    sums, means, _ = zip(first_runs[0], simulate(size, resume)[0], strict=True)
+    targets = {name: means[0][name] + means[1][name] for name in means[0]}
+    missing = [sums[0][name] + sums[1][name] - targets[name] for name in targets]
+    off = float(get_total_norm(missing) / get_total_norm([*targets.values()]))
+    if off <= _IN_SUM:
+        return None
+    note = f" (the last {_ROUNDS} on {size} rank{'s' * (size > 1)})" if merging else ""
+    return (
+        f"over {1 + _ROUNDS} updates{note}, the sum of reduce's results differs from the sum"
+        f" of the weighted means by {off:.2g} times its norm. Keep the unsent rest of a"
+        " gradient in the slot, send it later, and divide it among the new ranks in merge."
+        ' Or write gives_up = {"sends_all_later": "it is a vote"}.'
+    )
 
 
-def _sum_reduced(state: TrainState, steps: range, size: float) -> _Reduced:
+def _sum_reduced(state: af.TrainState, steps: range, size: float) -> _Reduced:
     """Run `reduce` in some updates. Return two sums (results, true means), and the slots."""
     world = state.world
     generator = torch.Generator().manual_seed(world.rank)
@@ -235,107 +211,55 @@ def _sum_reduced(state: TrainState, steps: range, size: float) -> _Reduced:
         for name in state.trainable
     }
     info = GradInfo(divisor=weight, shows_totals=True)
-    grads = Grads(totals, taken=info, reduced=True)
-    update = Update(state=state, slots=state.slots, grads=grads)
+    grads = af.Grads(totals, taken=info, reduced=True)
+    update = af.Update(state=state, slots=state.slots, grads=grads)
     sums = dict.fromkeys(totals, 0.0)
     for step in steps:
         at = attrs.evolve(update, state=attrs.evolve(state, step=step))
         copies = grads.map(torch.clone)
-        result, update = moment.apply_transforms("reduce", copies, at, Grads)
+        result, update = moment.apply_transforms("reduce", copies, at, af.Grads)
         for name, grad in result.tensors.items():
             sums[name] = sums[name] + grad.double() / result.taken.scale
     means = {name: mean * len(steps) for name, mean in _mean(grads, world).items()}
     return sums, means, tree.clone(dict(update.slots))
 
 
-def _mean(grads: Grads, world: World) -> Tensors:
+def _mean(grads: af.Grads, world: af.World) -> Tensors:
     """Return the weighted mean of all ranks' gradients."""
     weight = torch.as_tensor(grads.weight, dtype=torch.float64)
     totals = {name: grad.double() for name, grad in grads.tensors.items()}
-    sums, total_weight = all_reduce((totals, weight), world, label=_LABEL)
+    sums, total_weight = af.all_reduce((totals, weight), world, label=_LABEL)
     return {name: total / total_weight for name, total in sums.items()}
 
 
-def method_laws(members: Sequence[Any], build: Around) -> dict[str, Law]:
-    """Return the laws that apply to the methods of the transforms, by name."""
+def own_slot(subject: Subject) -> str | None:
+    """A transform adds only its own slot, and keeps the slot."""
+    names = {transform.name for transform in subject.setup}
+    owners = {t.name for t in subject.setup if contract.has_field(t, "init")}
 
-    def reported_by(watch: Callable[[Any, Report], Any]) -> Law:
-        """Return the law that the watched transforms report no mistake in a run."""
+    def rank(world: af.World) -> str | None:
+        state = subject.start(world)
+        present = {name for name in owners if state.slots.get(name) is not None}
+        before = _tensors("slots", state.slots)
+        dtypes = {path: tensor.dtype for path, tensor in before.items()}
+        state = subject.after(state, 1)
+        foreign = sorted(set(state.slots) - names)
+        if foreign:
+            slots = ", ".join(map(repr, foreign))
+            return f"it added the slots {slots}. Store values only in its own slot."
+        missing = sorted(name for name in present if state.slots.get(name) is None)
+        if missing:
+            return (
+                f"init created the slot {missing[0]!r}, but after an update the slot is"
+                " None. Return the slot argument, or a new slot, from each method."
+            )
+        for path, tensor in _tensors("slots", state.slots).items():
+            old, new = dtypes.get(path, tensor.dtype), tensor.dtype
+            if old != new:
+                return f"an update changed the dtype of {path} from {old} to {new}."
+        return None
 
-        def law(subject: Subject) -> str | None:
-            notes: list[str] = []
-            # create the state with the watched setup, so that `init` is watched too
-            subject.within(build([watch(m, notes.append) for m in members])).histories()
-            return notes[0] if notes else None
-
-        return law
-
-    given_up = chain(*members).gives_up()
-    laws: dict[str, tuple[tuple[str, ...], Law]] = {
-        "inputs_unchanged": ((), reported_by(watch_inputs)),
-        "own_slot": ((), _own_slot(members, build)),
-        "drops_nothing": ((), reported_by(_watch_losses)),
-        "skips_whole": ((), _skips_whole(members, build)),
-        "reduces_to_mean": (("reduce",), reported_by(watch_mean)),
-        "groups_apart": (("hyper",), reported_by(_watch_groups)),
-        "takes_what_it_is_given": (("grads", "eval_params"), reported_by(_watch_flow)),
-        "passes_on": (("loss", "value_and_grad"), _passes_on(members, build)),
-        "evaluates_purely": (("eval_params", "hyper"), _evaluates_purely),
-        "owes_once": (("finalize",), _owes_once),
-        "merges_all": (("merge",), _merges_all(members)),
-        "loads_anywhere": (("init",), _loads_anywhere),
-        "sends_all_later": (("reduce",), sends_all(members)),
-    }
-    return {
-        name: law
-        for name, (fields, law) in laws.items()
-        if not fields
-        or name in given_up
-        or any(contract.has_field(m, field) for m in members for field in fields)
-        if name != "sends_all_later" or "reduces_to_mean" in given_up
-    }
-
-
-def _own_slot(members: Sequence[Any], build: Around) -> Law:
-    """Return the law that a transform adds only its own slot, and keeps the slot."""
-
-    def law(subject: Subject) -> str | None:
-        setup = build(members).transforms
-        names = {transform.name for transform in setup}
-        owners = {t.name for t in setup if contract.has_field(t, "init")}
-
-        def rank(world: World) -> str | None:
-            state = subject.start(world)
-            present = {name for name in owners if state.slots.get(name) is not None}
-            dtypes = _dtypes(state.slots)
-            for after, _ in subject.advance(state, 0, 1):
-                state = after
-            foreign = sorted(set(state.slots) - names)
-            if foreign:
-                slots = ", ".join(map(repr, foreign))
-                return f"it added the slots {slots}. Store values only in its own slot."
-            missing = sorted(name for name in present if state.slots.get(name) is None)
-            if missing:
-                return (
-                    f"init created the slot {missing[0]!r}, but after an update the slot is"
-                    " None. Return the slot argument, or a new slot, from each method."
-                )
-            for path, dtype in _dtypes(state.slots).items():
-                if dtypes.get(path, dtype) != dtype:
-                    return f"an update changed the dtype of {path} from {dtypes[path]} to {dtype}."
-            return None
-
-        return simulate(subject.size, rank)[0]
-
-    return law
-
-
-def _dtypes(slots: Mapping[str, Any]) -> dict[str, torch.dtype]:
-    return {
-        path: leaf.dtype
-        for path, leaf in leaves("slots", slots)
-        if isinstance(leaf, torch.Tensor)
-    }
+    return simulate(subject.size, rank)[0]
 
 
 _NUMBERS = ("step", "num_skipped", "cursor", "seed")
@@ -346,7 +270,7 @@ def _watch_losses(transform: Any, report: Report) -> Any:
 
     def call(field: str, method: Any, self: Any, value: Any, *rest: Any) -> Any:
         new_value, slot = method(self, value, *rest)
-        if isinstance(value, TrainState):
+        if isinstance(value, af.TrainState):
             names = (n for n in _NUMBERS if getattr(new_value, n) != getattr(value, n))
             for name in names:
                 report(
@@ -373,7 +297,7 @@ _LOST = {
 
 def _by_name(value: Any) -> Mapping[str, torch.Tensor]:
     """Return the tensors of gradients or parameters."""
-    return value.tensors if isinstance(value, Grads) else value
+    return value.tensors if isinstance(value, af.Grads) else value
 
 
 def _watch_groups(transform: Any, report: Report) -> Any:
@@ -382,11 +306,10 @@ def _watch_groups(transform: Any, report: Report) -> Any:
     def call(_: str, method: Any, self: Any, hyper: Any, *rest: Any) -> Any:
         slot, update = rest
         variant = {n: e * 2 if n == (0, "lr") else e for n, e in hyper.items()}
-        with torch.random.fork_rng(devices=[]):  # the same draws in both calls
-            other = method(self, MappingProxyType(variant), tree.clone(slot), update)
+        other = _try_out(method, self, MappingProxyType(variant), slot, update)
         result = method(self, hyper, slot, update)
         groups = update.state.definition.optimizer.param_groups
-        one, two = (moment.override_hyper(groups, {}, r[0]) for r in (result, other))
+        one, two = (moment.override_hyper(groups, {}, h) for h in (result[0], other))
         if any(n[0] and one.get(n) != two.get(n) for n in {**one, **two}):
             report(
                 f"{self!r}.hyper returns other values for parameter group 1 if the learning rate"
@@ -404,11 +327,9 @@ def _watch_flow(transform: Any, report: Report) -> Any:
     def call(field: str, method: Any, self: Any, value: Any, *rest: Any) -> Any:
         slot, update = rest
 
-        def result(by: int, at: Update) -> Any:
+        def result(by: int, at: af.Update) -> Any:
             variant = _change_numbers(value, by)
-            with torch.random.fork_rng(devices=[]):  # the same draws in all calls
-                new_value, _ = method(self, variant, tree.clone(slot), at)
-            return dict(_by_name(new_value))
+            return dict(_by_name(_try_out(method, self, variant, slot, at)))
 
         with_update = result(2, _with_value(update, _change_numbers(value, 2)))
         plain, only = result(1, update), result(2, update)
@@ -423,6 +344,14 @@ def _watch_flow(transform: Any, report: Report) -> Any:
     return intercept(transform, ["grads", "eval_params"], call)
 
 
+def _try_out(
+    method: Any, transform: Any, value: Any, slot: Any, update: af.Update
+) -> Any:
+    """Return a method's new value; each call draws the same, and the slot does not change."""
+    with torch.random.fork_rng(devices=[]):
+        return method(transform, value, tree.clone(slot), update)[0]
+
+
 def _change_numbers(value: Any, by: int) -> Any:
     """Return a copy of gradients or parameters. Unless `by` is 1, the values are changed."""
 
@@ -430,54 +359,49 @@ def _change_numbers(value: Any, by: int) -> Any:
         moves = by != 1 and tensor.is_floating_point()
         return tensor * by + 1 if moves else tensor.clone()
 
-    if isinstance(value, Grads):
+    if isinstance(value, af.Grads):
         return value.map(move)
     return {name: move(tensor) for name, tensor in value.items()}
 
 
-def _with_value(update: Update, value: Any) -> Update:
-    if isinstance(value, Grads):
+def _with_value(update: af.Update, value: Any) -> af.Update:
+    if isinstance(value, af.Grads):
         return update.with_grads(value)
     return attrs.evolve(update, state=attrs.evolve(update.state, params=value))
 
 
-def _skips_whole(members: Sequence[Any], build: Around) -> Law:
-    """Return the law that a skipped update does not change params, opt_state and slots."""
-    is_moved = any("sees_skips" in contract.facts_of(member) for member in members)
+def skips_whole(subject: Subject) -> str | None:
+    """A skipped update does not change params, opt_state and slots."""
+    often = attrs.evolve(skips_updates(), name="skips_often")
+    is_moved = "sees_skips" in subject.setup.facts
     parts = ("params", "opt_state", *(() if is_moved else ("slots",)))
+    try:
+        trial = attrs.evolve(subject, setup=af.chain(subject.setup, often))
+    except CompositionError:
+        return None  # the transform does not allow skips
 
-    def law(subject: Subject) -> str | None:
-        def rank(world: World) -> str | None:
-            try:
-                often = attrs.evolve(skips_updates(), name="skips_often")
-                trial = subject.within(build([*members, often]))
-            except CompositionError:
-                return None  # the transform does not allow skips
-            states = trial.advance(trial.start(world), 0, subject.updates)
-            broken, num_skipped, previous = None, 0, dict[str, Any]()
-            for state, _ in islice(states, subject.updates + 3):
-                contents = entries(state, gather=True).items()
-                # `report_metric` changes 'reported' between updates
-                pairs = ((n, e) for n, e in contents if "'reported'" not in n)
-                after = {n: e for n, e in pairs if n.startswith(parts)}
-                if previous and state.num_skipped > num_skipped:
-                    broken = broken or first_difference(previous, after)
-                num_skipped, previous = state.num_skipped, after
-            return broken
+    def rank(world: af.World) -> str | None:
+        states = trial.advance(trial.start(world), 0, subject.updates)
+        broken, num_skipped, previous = None, 0, dict[str, Any]()
+        for state, _ in islice(states, subject.updates + 3):
+            contents = entries(state, gather=True).items()
+            # `report_metric` changes 'reported' between updates
+            pairs = ((n, e) for n, e in contents if "'reported'" not in n)
+            after = {n: e for n, e in pairs if n.startswith(parts)}
+            if previous and state.num_skipped > num_skipped:
+                broken = broken or first_difference(previous, after)
+            num_skipped, previous = state.num_skipped, after
+        return broken
 
-        broken = next(filter(None, simulate(subject.size, rank)), None)
-        if not broken:
-            return None
-        return (
-            f"an update that another transform skipped changed {broken}. In methods that run"
-            " before after_update, return a new slot and do not change the slot argument in"
-            " place. In after_update, check update.skipped."
-        )
-
-    return law
+    broken = subject.on_any_rank(rank)
+    return broken and (
+        f"an update that another transform skipped changed {broken}. In methods that run"
+        " before after_update, return a new slot and do not change the slot argument in"
+        " place. In after_update, check update.skipped."
+    )
 
 
-@transform_of
+@af.transform
 class skips_updates:
     """A transform that skips two of every five updates, but not two in a row.
 
@@ -486,53 +410,51 @@ class skips_updates:
 
     once: bool = False
 
-    def grads(self, grads: Grads, slot: None, update: Update) -> tuple[Grads, None]:
+    def grads(
+        self, grads: af.Grads, slot: None, update: af.Update
+    ) -> tuple[af.Grads, None]:
         """Skip an update on all ranks."""
         number = update.num_tried
         skip = number == 1 if self.once else number % 5 in (1, 4)
         return grads.with_skip(skip, agreed=True), slot
 
 
-def _passes_on(members: Sequence[Any], build: Around) -> Law:
-    """Return the law that wrappers of a loss or of `value_and_grad` pass on their arguments."""
-    splits = any(contract.has_field(member, "data") for member in members)
-    outside = None if splits else accumulate(num_micro_batches=2)
+def passes_on(subject: Subject) -> str | None:
+    """Wrappers of a loss or of `value_and_grad` pass on their arguments."""
+    splits = af.chain(*subject.members).owners["data"]
+    outside = None if splits else af.accumulate(num_micro_batches=2)
+    calls, extras = list[_Arrived](), list[tuple[Any, ...]]()
 
-    def law(subject: Subject) -> str | None:
-        calls, extras = list[_Arrived](), list[tuple[Any, ...]]()
+    def loss(model: nn.Module, batch: Any, *args: Any) -> Any:
+        extras.append(args)
+        inputs, targets = batch
+        return (model(inputs) - targets).square().sum(1).mean()
 
-        def loss(model: torch.nn.Module, batch: Any, *args: Any) -> Any:
-            extras.append(args)
-            inputs, targets = batch
-            return (model(inputs) - targets).square().sum(1).mean()
+    try:
+        setup = af.chain(outside, subject.setup, _innermost(calls))
+    except CompositionError:
+        return None  # the transform does not allow micro-batches
 
-        def rank(world: World) -> None:
-            state = subject.start(world)
-            try:
-                setup = chain(outside, build(members), _innermost(calls))
-            except CompositionError:
-                return  # the transform does not allow micro-batches
-            state = state.with_setup(setup)
-            make_step(loss)(state, next(iter(batches(state))), _EXTRA)
+    def rank(world: af.World) -> None:
+        state = subject.start(world).with_setup(setup)
+        af.make_step(loss)(state, next(iter(af.batches(state))), _EXTRA)
 
-        try:
-            simulate(subject.size, rank)
-        except GradsError:  # a micro-batch was added after the gradients were reduced
-            mistake = None if outside is None else _lost_of_parts(calls)
-            if mistake is None:
-                raise
-            return mistake
-        except TypeError as error:
-            return (
-                "the function that loss or value_and_grad returned must accept the arguments"
-                " (model, batch, *extras) or (state, batch, *extras, into=, sync=), but it"
-                f" raised: {error}"
-            )
-        if any(args != (_EXTRA,) for args in extras):
-            return "the loss did not get the step's extras. Pass *extras to the inner function."
-        return None if outside is None else _lost_of_parts(calls)
-
-    return law
+    try:
+        simulate(subject.size, rank)
+    except GradsError:  # a micro-batch was added after the gradients were reduced
+        mistake = None if outside is None else _lost_of_parts(calls)
+        if mistake is None:
+            raise
+        return mistake
+    except TypeError as error:
+        return (
+            "the function that loss or value_and_grad returned must accept the arguments"
+            " (model, batch, *extras) or (state, batch, *extras, into=, sync=), but it"
+            f" raised: {error}"
+        )
+    if any(args != (_EXTRA,) for args in extras):
+        return "the loss did not get the step's extras. Pass *extras to the inner function."
+    return None if outside is None else _lost_of_parts(calls)
 
 
 _EXTRA = "an extra"
@@ -543,7 +465,7 @@ _Arrived: TypeAlias = tuple[bool, bool]
 def _innermost(calls: list[_Arrived]) -> Any:
     """Return a transform that records how the innermost function is called."""
 
-    @transform_of
+    @af.transform
     class innermost:
         def value_and_grad(self, inner: Any, slot: Any, update: Any) -> Any:
             def seeing(*args: Any, into: Any = None, sync: bool = True) -> Any:
@@ -565,15 +487,15 @@ def _lost_of_parts(calls: Sequence[_Arrived]) -> str | None:
     return None
 
 
-def _evaluates_purely(subject: Subject) -> str | None:
+def evaluates_purely(subject: Subject) -> str | None:
     """Evaluation between updates does not change the results of the run."""
 
     def advance(
-        states: TrainState, offset: int, number: int
-    ) -> Iterator[tuple[TrainState, Any]]:
+        states: af.TrainState, offset: int, number: int
+    ) -> Iterator[tuple[af.TrainState, Any]]:
         for state, metrics in subject.advance(states, offset, number):
             for _ in range(2):
-                eval_params(state)
+                af.eval_params(state)
                 _ = state.lrs  # this calls `hyper`
             yield state, metrics
 
@@ -583,15 +505,15 @@ def _evaluates_purely(subject: Subject) -> str | None:
     return differ(subject.plain, again, runs, advice)
 
 
-def _owes_once(subject: Subject) -> str | None:
+def owes_once(subject: Subject) -> str | None:
     """After `finalize`, all ranks have equal parameters. A second call changes nothing."""
 
-    def rank(world: World) -> tuple[History, History]:
+    def rank(world: af.World) -> tuple[History, History]:
         once, again = History(), History()
         for state, _ in subject.advance(subject.start(world), 0, subject.updates):
-            paid = finalize(state.copy())
+            paid = af.finalize(state.copy())
             once.append(state_contents(paid, {}))
-            again.append(state_contents(finalize(paid), {}))
+            again.append(state_contents(af.finalize(paid), {}))
         return once, again
 
     once, again = zip(*simulate(subject.size, rank, sums="ring"), strict=True)
@@ -606,39 +528,21 @@ def _owes_once(subject: Subject) -> str | None:
     )
 
 
-def _merges_all(members: Sequence[Any]) -> Law:
-    """Return the law that the result of `merge` depends on every rank's `by_rank` entries."""
-    merging = [member for member in members if contract.has_field(member, "merge")]
+def merges_all(subject: Subject) -> str | None:
+    """The result of `merge` depends on every rank's `by_rank` entries."""
+    merging = [m for m in subject.members if contract.has_field(m, "merge")]
 
-    def law(subject: Subject) -> str | None:
-        def rank(world: World) -> str | None:
-            state = subject.start(world)
-            for after, _ in subject.advance(state, 0, subject.updates):
-                state = after
-            for member in merging:
-                slot = state.slots[member.name]
-                change, idle = _shares(member, tree.clone(slot), world)
-                if change:
-                    return (
-                        f"{member!r}.merge changes its own result: it merged {world.size} copies"
-                        f" of a merged slot into a different slot: {change}."
-                    )
-                if idle is not None:
-                    return (
-                        f"{member!r}.merge does not use rank {idle[0]}'s value of {idle[1]!r}. It"
-                        " would be lost on another number of ranks. Use all slots of the argument."
-                    )
-            return None
+    def rank(world: af.World) -> str | None:
+        slots = subject.after(subject.start(world), subject.updates).slots
+        return first(
+            _merge_mistake(m, tree.clone(slots[m.name]), world) for m in merging
+        )
 
-        return next(filter(None, simulate(subject.size, rank)), None)
-
-    return law
+    return subject.on_any_rank(rank)
 
 
-def _shares(
-    transform: Any, slot: Any, world: World
-) -> tuple[str | None, tuple[int, str] | None]:
-    """Return how a second merge changes its result, and a rank's entry that `merge` ignores."""
+def _merge_mistake(transform: Any, slot: Any, world: af.World) -> str | None:
+    """Return how a second merge changes its result, or which rank's entry `merge` ignores."""
 
     def merge(slots: list[Any]) -> Any:
         return transform.merge(tree.clone(slots), world)
@@ -646,8 +550,12 @@ def _shares(
     copies = [slot] * world.size
     result = merge(copies)
     again = merge([result[1]] * world.size)
-    differences = NEARLY_EQUAL.differences("merge", result[1], again[1])
-    change = next(map(str, differences), None)
+    change = first(NEARLY_EQUAL.differences("merge", result[1], again[1]))
+    if change:
+        return (
+            f"{transform!r}.merge changes its own result: it merged {world.size} copies of a"
+            f" merged slot into a different slot: {change}."
+        )
     for name in contract.facts_of(transform).get("by_rank", ()):
         other = _plus_one(slot, name)
         if world.size == 1 or not any(BITWISE.differences("", slot, other)):
@@ -655,8 +563,11 @@ def _shares(
         for place in range(world.size):
             inputs = [*copies[:place], other, *copies[place + 1 :]]
             if not any(BITWISE.differences("", result, merge(inputs))):
-                return change, (place, name)
-    return change, None
+                return (
+                    f"{transform!r}.merge does not use rank {place}'s value of {name!r}. It would"
+                    " be lost on another number of ranks. Use all slots of the argument."
+                )
+    return None
 
 
 def _plus_one(slot: Any, entry: str) -> Any:
@@ -669,14 +580,14 @@ def _plus_one(slot: Any, entry: str) -> Any:
     return {**slot, entry: tree.tree_map(plus, slot[entry])} if entry in slot else slot
 
 
-def _loads_anywhere(subject: Subject) -> str | None:
+def loads_anywhere(subject: Subject) -> str | None:
     """A state that was saved on some number of ranks loads on more and on fewer ranks."""
     for size in {1, subject.size + 1}:
         with tempfile.TemporaryDirectory() as folder:
-            subject.save_after(2, Path(folder))
+            subject.save_after(2, folder)
             try:
                 other = attrs.evolve(subject, size=size, updates=3)
-                other.resume_from(2, Path(folder))
+                other.resume_from(2, folder)
             except Exception as error:  # noqa: BLE001 - any error breaks the law
                 return (
                     f"saved with {subject.size} and loaded with {size} ranks, the run raised"
@@ -684,3 +595,29 @@ def _loads_anywhere(subject: Subject) -> str | None:
                     " merge(slots, world) -> (weights, slot)."
                 )
     return None
+
+
+def _none_reported(watch: Callable[[Any, Report], Any], subject: Subject) -> str | None:
+    """The watched transforms report no mistake in a run."""
+    notes: list[str] = []
+    # create the state with the watched setup, so that `init` is watched too
+    subject.watch_members(lambda member: watch(member, notes.append)).histories()
+    return first(notes)
+
+
+METHOD_LAWS: Mapping[str, tuple[Law, tuple[str, ...]]] = {
+    "inputs_unchanged": (partial(_none_reported, watch_inputs), ()),
+    "own_slot": (own_slot, ()),
+    "drops_nothing": (partial(_none_reported, _watch_losses), ()),
+    "skips_whole": (skips_whole, ()),
+    "reduces_to_mean": (partial(_none_reported, watch_mean), ("reduce",)),
+    "groups_apart": (partial(_none_reported, _watch_groups), ("hyper",)),
+    "takes_what_it_is_given": (
+        partial(_none_reported, _watch_flow),
+        ("grads", "eval_params"),
+    ),
+    "passes_on": (passes_on, ("loss", "value_and_grad")),
+    "evaluates_purely": (evaluates_purely, ("eval_params", "hyper")),
+    "owes_once": (owes_once, ("finalize",)),
+}
+"""The laws that explain mistakes best, by name, each with the methods that it is about."""

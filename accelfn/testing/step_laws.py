@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import attrs
@@ -17,20 +16,17 @@ from accelfn import Batch, TrainState, Update, World, accumulate, chain, wrap_fs
 from accelfn import batches as batches_of
 from accelfn import transform as transform_of
 from accelfn.errors import AccelfnWarning, ArgumentError, CompositionError, LawError
-from accelfn.plug import arguments
-from accelfn.plug import transform as contract
+from accelfn.plug import arguments, tree
 from accelfn.testing.comparing import Comparison, first_difference
 from accelfn.testing.laws import (
     COMMON,
     NEARLY_EQUAL,
     OWN,
-    Around,
     History,
     Law,
     States,
     Subject,
     first_broken,
-    leaves,
     moment,
 )
 from accelfn.testing.simulate import simulate
@@ -86,11 +82,35 @@ copy by itself |
     _check_takes_world("check_step(states=...)", states, "new states")
     arguments.check_integer("check_step", "updates", updates, 2, "a number of updates")
     arguments.check_sizes("check_step", sizes)
-    subjects = [_subject(step, states, batches, size, updates) for size in sizes]
+
+    def begin(world: World, _: None) -> States:
+        new = states(world)
+        flat = tree.tree_leaves(new)
+        if not flat or not all(isinstance(state, TrainState) for state in flat):
+            msg = (
+                f"check_step: states(world) returned {_kinds(new)}. Expected a TrainState, or a"
+                " tuple, dict or list of TrainStates."
+            )
+            raise ArgumentError(msg)
+        return new
+
+    def advance(old: States, offset: int, number: int) -> Iterator[tuple[States, Any]]:
+        first, count = tree.tree_leaves(old)[0], 0
+        source = batches_of(first) if batches is None else batches(first.world)
+        start = 0 if batches is None else offset
+        for batch in islice(source, start, start + number):
+            old, metrics = step(old, batch)
+            count += 1
+            yield old, metrics
+        if count < number:
+            msg = f"check_step: there are only {count} batches for {number} updates."
+            raise ArgumentError(msg)
+
+    laws = {"returns_states": _returns_states, **COMMON}
     with warnings.catch_warnings():
         if batches is not None:  # accelfn would warn that the states' data are not used
             warnings.simplefilter("ignore", AccelfnWarning)
-        _hold("the step", {"returns_states": _returns_states, **COMMON}, subjects)
+        _check("the step", laws, sizes, updates=updates, begin=begin, advance=advance)
 
 
 def check_resume(
@@ -140,17 +160,24 @@ def check_resume(
             state, metrics = step(state, batch)
             yield state, metrics
 
+    def begin(world: World, _: None) -> TrainState:
+        return _state_and_step(make, world)[0]
+
+    laws = {"resumes": COMMON["resumes"]}
+    _check("the run", laws, sizes, updates=steps, begin=begin, advance=advance)
+
+
+def _check(noun: str, laws: dict[str, Law], sizes: Sequence[int], **run: Any) -> None:
+    """Check the laws of a run on each number of ranks; `run` has attributes of `Subject`."""
     subjects = [
-        Subject(
-            name=f"{size} ranks",
-            size=size,
-            updates=steps,
-            start=lambda world: _state_and_step(make, world)[0],
-            advance=advance,
-        )
+        Subject(name=f"{size} rank{'s' if size > 1 else ''}", size=size, **run)
         for size in sizes
     ]
-    _hold("the run", {"resumes": COMMON["resumes"]}, subjects)
+    for name, law in laws.items():
+        broken = first_broken(law, subjects)
+        if broken:
+            msg = f"{noun} breaks the law {name!r}: {broken}"
+            raise LawError(msg)
 
 
 def _check_takes_world(call: str, function: Callable[..., Any], result: str) -> None:
@@ -194,61 +221,18 @@ def _kinds(value: Any) -> str:
     return f"({', '.join(type(part).__name__ for part in parts)})"
 
 
-def _subject(
-    step: Step,
-    states: Callable[[World], States],
-    batches: Callable[[World], Iterable[Any]] | None,
-    size: int,
-    updates: int,
-) -> Subject:
-    def advance(tree: States, offset: int, number: int) -> Iterator[tuple[States, Any]]:
-        first = leaves(tree)[0][1]
-        source = batches_of(first) if batches is None else batches(first.world)
-        begin = 0 if batches is None else offset
-        count = 0
-        for batch in islice(source, begin, begin + number):
-            tree, metrics = step(tree, batch)
-            count += 1
-            yield tree, metrics
-        if count < number:
-            msg = f"check_step: there are only {count} batches for {number} updates."
-            raise ArgumentError(msg)
-
-    def start(world: World) -> States:
-        tree = states(world)
-        kinds = {type(state) for _, state in leaves(tree)}
-        if not kinds or not all(issubclass(kind, TrainState) for kind in kinds):
-            msg = (
-                f"check_step: states(world) returned {_kinds(tree)}. Expected a TrainState, or a"
-                " tuple, dict or list of TrainStates."
-            )
-            raise ArgumentError(msg)
-        return tree
-
-    name = f"{size} rank{'s' if size > 1 else ''}"
-    return Subject(name=name, size=size, updates=updates, start=start, advance=advance)
-
-
-def _hold(subject: str, laws: dict[str, Law], subjects: Sequence[Subject]) -> None:
-    for name, law in laws.items():
-        broken = first_broken(law, subjects)
-        if broken:
-            msg = f"{subject} breaks the law {name!r}: {broken}"
-            raise LawError(msg)
-
-
 def _returns_states(subject: Subject) -> str | None:
     """The step returns states of the same types, and no state that was passed to a step."""
 
     def rank(world: World) -> str | None:
         before = subject.start(world)
-        kinds = [type(state).__name__ for _, state in leaves(before)]
-        after, _ = next(subject.advance(before, 0, 1))
-        new_kinds = [type(state).__name__ for _, state in leaves(after)]
+        kinds = [type(state).__name__ for state in tree.tree_leaves(before)]
+        after = tree.tree_leaves(next(subject.advance(before, 0, 1))[0])
+        new_kinds = [type(state).__name__ for state in after]
         if new_kinds != kinds:
             types = [", ".join(names) or "none" for names in (kinds, new_kinds)]
             return f"it got states of types {types[0]}, and returned {types[1]}."
-        for place, (_, state) in enumerate(leaves(after)):
+        for place, state in enumerate(after):
             if state.lease.is_over:
                 return (
                     f"it returned a state (at position {place}) that was already passed to a"
@@ -256,16 +240,14 @@ def _returns_states(subject: Subject) -> str | None:
                 )
         return None
 
-    return next(filter(None, simulate(subject.size, rank)), None)
+    return subject.on_any_rank(rank)
 
 
 # The law that training does not depend on the split of an update into shares or micro-batches.
 
 
-_SPLITTING = frozenset({"data", "reduce", "engine", "layout"})
-_RESULT = frozenset(
-    {"loss", "grads", "hyper", "after_update", "eval_params", "finalize"}
-)
+_SPLITTING = ("data", "reduce", "engine", "layout")
+_RESULT = ("loss", "grads", "hyper", "after_update", "eval_params", "finalize")
 _DRAWING = {"loss", "value_and_grad", "module", "compiles"}
 _COARSE = Comparison(rtol=5e-2, atol=1e-3)
 """For computation in 16 bits or less, because each order of a sum rounds differently."""
@@ -283,59 +265,46 @@ _FAR = 0.4
 """The allowed relative difference of parameter changes if gradients are sent later."""
 
 
-def split_law(members: Sequence[Any], build: Around) -> Law:
-    """Return the law that results do not depend on how an update is split.
+def splits_alike(subject: Subject) -> str | None:
+    """Results do not depend on how an update is split.
 
     The reference is a run on one rank without micro-batches, and without transforms that only
     split updates.
     """
-    full = chain(*members)
-    rough = "reduces_to_mean" in full.gives_up()
-    lossy = rough or any("apart" in contract.facts_of(member) for member in members)
+    if not subject.splits:
+        return None
+    members, full = subject.members, chain(*subject.members)
+    lossy = "reduces_to_mean" in full.gives_up() or "apart" in full.facts
     draws = any(full.owners.get(key) or key in full.facts for key in _DRAWING)
-    base = [member for member in members if lossy or not _only_splits(member)]
-
-    def law(subject: Subject) -> str | None:
-        if not subject.splits:
+    base = subject.build(*(m for m in members if lossy or not _only_splits(m)))
+    with warnings.catch_warnings():
+        # do not warn that all ranks use the same samples, which is intended here
+        warnings.simplefilter("ignore", AccelfnWarning)
+        reference = _histories(subject, base, 1)
+        if isinstance(reference, str):
+            return f"the run on one rank raised {reference}"
+        for how, setup in _split_setups(subject, full, lossy=lossy).items():
+            runs = _histories(subject, setup, subject.size)
+            broken = _compare(subject, setup, reference[0], runs)
+            if broken and draws:  # ranks and micro-batches draw different numbers
+                again = _histories(subject, base, 1, name="another")
+                if isinstance(again, str) or _differ(reference[0], again):
+                    return None
+            if broken:
+                advice = "".join(_ADVICE[key] for key in _ADVICE if key in how)
+                return f"a run on one rank, and the same run {how}, {broken}{advice}"
+        if not lossy or subject.size == 1:
             return None
-        with warnings.catch_warnings():
-            # do not warn that all ranks use the same samples, which is intended here
-            warnings.simplefilter("ignore", AccelfnWarning)
-            reference = _histories(subject, build(base), 1)
-            if isinstance(reference, str):
-                return f"the run on one rank raised {reference}"
-            setups = _split_setups(members, build, subject.size, lossy=lossy)
-            for how, setup in setups.items():
-                runs = _histories(subject, setup, subject.size)
-                broken = _compare(subject, setup, reference[0], runs, rough=rough)
-                if broken and draws:  # ranks and micro-batches draw different numbers
-                    again = _histories(subject, build(base), 1, name="another")
-                    if isinstance(again, str) or _differ(reference[0], again):
-                        return None
-                if broken:
-                    advice = "".join(_ADVICE[key] for key in _ADVICE if key in how)
-                    return (
-                        f"a run on one rank, and the same run {how}, {broken}{advice}"
-                    )
-            if not lossy or subject.size == 1:
-                return None
-            return _counts_samples(subject, members, build, reference[0], rough=rough)
-
-    return law
+        return _counts_samples(subject, reference[0])
 
 
 def _compare(
-    subject: Subject,
-    setup: chain,
-    reference: History,
-    histories: list[History] | str,
-    *,
-    rough: bool,
+    subject: Subject, setup: chain, reference: History, histories: list[History] | str
 ) -> str | None:
     """Return how runs with a setup differ from the reference, or which error they raised."""
     if isinstance(histories, str):
         return f"differ: the second run raised {histories}"
-    if rough:
+    if "reduces_to_mean" in setup.gives_up():
         off = max(_distance(reference, history) for history in histories)
         text = f"differ in the change of parameters, by {off:.2g} times this change."
         return text if off > _FAR else None
@@ -347,28 +316,21 @@ def _compare(
     return broken and f"differ {broken}."
 
 
-def _counts_samples(
-    subject: Subject,
-    members: Sequence[Any],
-    build: Around,
-    reference: History,
-    *,
-    rough: bool,
-) -> str | None:
+def _counts_samples(subject: Subject, reference: History) -> str | None:
     """Return how ranks without samples change the results of the rank that has all samples.
 
     The run is also saved on all ranks, and resumed on one rank.
     """
-    setup = build(members, shares=None, outside=rank_0_takes_all())
+    setup = subject.build(*subject.members, shares=None, outside=rank_0_takes_all())
     runs = _histories(subject, setup, subject.size)
     if isinstance(runs, str):
         return f"{_RANK_0} are not alike: the second raised {runs}"
-    broken = _compare(subject, setup, reference, runs[:1], rough=rough)
+    broken = _compare(subject, setup, reference, runs[:1])
     if broken:
         return f"{_RANK_0} {broken}{_WEIGHTS}"
     if _differ(reference, runs[:1]):
         return None  # rounding depends on the number of ranks
-    within = subject.within(setup)
+    within = attrs.evolve(subject, setup=setup)
     for at in within.cuts[1:-1]:
         # a skipped update has an entry in the history, and no step
         end = next(i for i, row in enumerate(reference, 1) if row["step"] == at)
@@ -376,8 +338,8 @@ def _counts_samples(
         if "replicas_agree" in setup.gives_up() and not first_difference(*params[:2]):
             continue  # after an average, each rank still has its own optimizer state
         with tempfile.TemporaryDirectory() as folder:
-            within.save_after(at, Path(folder))
-            rest = attrs.evolve(within, size=1).resume_from(at, Path(folder))
+            within.save_after(at, folder)
+            rest = attrs.evolve(within, size=1).resume_from(at, folder)
         broken = _differ(reference[end:], rest)
         if broken:
             return (
@@ -420,8 +382,8 @@ def _distance(reference: History, other: History) -> float:
     """Return how much two runs differ in their change of parameters, relative to the change."""
 
     def change_of(history: History) -> torch.Tensor:
-        last, names = history[-1], [n for n in history[0] if n.startswith("params[")]
-        return torch.cat([(last[n] - history[0][n]).flatten().double() for n in names])
+        last, params = history[-1], _params(history[0])
+        return torch.cat([(last[n] - params[n]).flatten().double() for n in params])
 
     change = change_of(reference)
     return float((change_of(other) - change).norm() / change.norm())
@@ -429,21 +391,17 @@ def _distance(reference: History, other: History) -> float:
 
 def _only_splits(transform: Any) -> bool:
     """Whether a transform only splits updates, and does not change their results."""
-    fields = {
-        field for field in contract.FIELDS if contract.has_field(transform, field)
-    }
-    return bool(fields & _SPLITTING) and not fields & _RESULT
+    owners = chain(transform).owners
+    return any(map(owners.get, _SPLITTING)) and not any(map(owners.get, _RESULT))
 
 
-def _split_setups(
-    members: Sequence[Any], build: Around, size: int, *, lossy: bool
-) -> Mapping[str, chain]:
+def _split_setups(subject: Subject, full: chain, *, lossy: bool) -> Mapping[str, chain]:
     """Return the setups that split updates, by their names in error messages.
 
     If ranks may differ, or may send gradients later, all ranks take the same samples.
     """
-    splits = {f for f in _SPLITTING if any(contract.has_field(m, f) for m in members)}
-    several = f"on {size} ranks " if size > 1 else ""
+    splits = {field for field in _SPLITTING if full.owners[field]}
+    several = f"on {subject.size} ranks " if subject.size > 1 else ""
     options: dict[str, dict[str, Any]] = {}
     if several and lossy and "data" not in splits:
         options[f"{several}that all take the same samples"] = {"shares": None}
@@ -457,7 +415,7 @@ def _split_setups(
     setups: dict[str, chain] = {}
     for how, parts in options.items():
         with suppress(CompositionError):  # the transform rejects this setup
-            setups[how] = build(members, **parts)
+            setups[how] = subject.build(*subject.members, **parts)
     return setups
 
 
@@ -468,10 +426,9 @@ def _histories(
 
     With another `name`, the state draws other random numbers.
     """
-    within = subject.within(setup)
 
-    def start(world: World) -> TrainState:
-        state = within.start(world)
+    def begin(world: World, setup: chain) -> TrainState:
+        state = subject.begin(world, setup)
         definition = attrs.evolve(state.definition, name=name or state.name)
         return attrs.evolve(state, definition=definition)
 
@@ -481,9 +438,9 @@ def _histories(
         for after, metrics in subject.advance(state, offset, number):
             yield after, metrics.all_reduce_mean(after.world)
 
-    split = attrs.evolve(subject, size=size, start=start, advance=advance)
+    changes = {"size": size, "setup": setup, "begin": begin, "advance": advance}
     try:
-        return split.histories()
+        return attrs.evolve(subject, **changes).histories()
     except Exception as error:  # noqa: BLE001 - the plain run raised nothing
         return f"{type(error).__name__}: {error}"
 
@@ -526,13 +483,12 @@ class _Dtypes(TorchDispatchMode):
 
 def _is_coarse(subject: Subject, setup: chain) -> bool:
     """Whether a setup computes with 16 bits or less in the first updates."""
-    within = subject.within(setup)
+    within = attrs.evolve(subject, setup=setup)
 
     def rank(world: World) -> bool:
         state = within.start(world)
         with _Dtypes() as dtypes:
-            for _ in within.advance(state, 0, 2):
-                pass
+            within.after(state, 2)
         return dtypes.is_coarse
 
     return any(simulate(subject.size, rank))

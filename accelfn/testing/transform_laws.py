@@ -3,12 +3,10 @@
 
 import inspect
 import math
-import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice, product
-from pathlib import Path
 from types import CodeType
 from typing import Any, TypeAlias
 
@@ -18,18 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from accelfn import (
-    Grads,
-    TrainState,
-    World,
-    batches,
-    chain,
-    eval_params,
-    finalize,
-    make_step,
-    shard_data,
-    wrap_ddp,
-)
+import accelfn as af
 from accelfn.errors import ArgumentError, LawError, NonFiniteGradsError
 from accelfn.plug import arguments, collectives
 from accelfn.plug import transform as contract
@@ -37,27 +24,27 @@ from accelfn.testing.comparing import copy_leaf, entries, first_difference, leav
 from accelfn.testing.laws import (
     COMMON,
     PROBLEMS,
-    REMEMBER,
-    Around,
-    History,
     Law,
     Problem,
     Subject,
-    call_anew,
-    differ,
+    first,
     first_broken,
     keeps_frozen,
+    new_process,
     trains,
 )
 from accelfn.testing.method_laws import (
+    ACTS,
+    METHOD_LAWS,
     intercept,
-    method_laws,
+    loads_anywhere,
+    merges_all,
+    sends_all_later,
     skips_updates,
     with_methods,
 )
-from accelfn.testing.processes import RankError
 from accelfn.testing.simulate import simulate
-from accelfn.testing.step_laws import split_law
+from accelfn.testing.step_laws import splits_alike
 
 # pyright: reportPrivateUsage=false
 
@@ -67,50 +54,41 @@ from accelfn.testing.step_laws import split_law
 Acted: TypeAlias = dict[str, set[int]]
 """The numbers of the updates when a method acted, by the method's name in messages."""
 
-_ACTS = (
-    *("grads", "hyper", "after_update"),
-    *("reduce", "eval_params"),
-)
 _WRAPS = ("data", *contract.WRAPPERS)
 """Methods that act if they return another plan or function than their argument."""
 _OVER_RANKS = ("data", "reduce")
 """Methods that need not act in a world of size 1."""
 
 
-def observe_acts(subject: Subject, start: Callable[[World, Any], Any]) -> Acted:
-    """Run a subject, and return the methods that acted on any rank, with the updates.
+def observe_acts(acts: Acted, subject: Subject) -> None:
+    """Run a subject, and add the methods that acted on any rank, with the updates, to `acts`.
 
     A method acts if its result differs from its argument in any bit, or if ranks communicate.
-
-    Args:
-        subject: the training run.
-        start: a function that returns the first state. Its arguments are a world, and a
-            function that must be applied to each transform of the setup to watch it.
     """
-    acts: Acted = {}
     update = [0] * subject.size
 
-    def watch(transform: Any) -> Any:
-        def note(name: str, rank: int) -> None:
-            acts.setdefault(name, set()).add(update[rank])
+    def note(name: str, rank: int) -> None:
+        acts.setdefault(name, set()).add(update[rank])
 
+    def watch(transform: Any) -> Any:
         get = _note_options(transform, _options(transform), acts)
-        watcher = intercept(transform, (*_ACTS, "finalize"), _note_method(note))
+        watcher = intercept(transform, (*ACTS, "finalize"), _note_method(note))
         watcher = intercept(watcher, _WRAPS, _note_wrapper(note))
         return with_methods(watcher, {"__getattribute__": get})
 
-    def rank(world: World) -> None:
+    watched_run = subject.watch_members(watch)
+
+    def rank(world: af.World) -> None:
         # a record of all collectives; by default, the record keeps only the latest 20
         world.connection.activity.trail = deque()
-        state = start(world, watch)
+        state = watched_run.start(world)
         update[world.rank] = 1
-        for after, _ in subject.advance(state, 0, subject.updates):
-            eval_params(after)
-            finalize(after.copy())
+        for after, _ in watched_run.advance(state, 0, watched_run.updates):
+            af.eval_params(after)
+            af.finalize(after.copy())
             update[world.rank] += 1
 
     simulate(subject.size, rank)
-    return acts
 
 
 def idle_methods(transforms: Any, acts: Mapping[str, set[int]], size: int) -> list[str]:
@@ -120,7 +98,7 @@ def idle_methods(transforms: Any, acts: Mapping[str, set[int]], size: int) -> li
     `init`, `merge` and `engine` cannot act, because they do not change their arguments.
     """
     methods: list[str] = []
-    for transform, field in product(transforms, (*_ACTS, *_WRAPS)):
+    for transform, field in product(transforms, (*ACTS, *_WRAPS)):
         # a method that sees skips must also act in a skipped update
         sees_skips = "sees_skips" in contract.facts_of(transform)
         in_skip = sees_skips and field == "after_update"
@@ -129,12 +107,6 @@ def idle_methods(transforms: Any, acts: Mapping[str, set[int]], size: int) -> li
         if has_method and callable(getattr(transform, field)):
             methods.append(method_name(transform, field, in_skip=in_skip))
     return [name for name in methods if name not in acts]
-
-
-def unread_options(transforms: Any, acts: Mapping[str, Any]) -> list[str]:
-    """Return the options without effect: no method names the option, and no code read it."""
-    names = [f"{t!r}.{option}" for t in transforms for option in _options(t)]
-    return [name for name in names if name not in acts]
 
 
 def _options(transform: Any) -> list[str]:
@@ -227,10 +199,10 @@ def _note_wrapper(note: Callable[[str, int], None]) -> Callable[..., Any]:
 def _copy_values(field: str, value: Any, slot: Any, *, counts: bool) -> dict[str, Any]:
     """Return copies of the values that a method can change; with `counts`, without the slot."""
     values = {path: copy_leaf(leaf) for path, leaf in leaves("slot", slot)}
-    if isinstance(value, TrainState):
+    if isinstance(value, af.TrainState):
         values = entries(value) | values
         value = None
-    elif isinstance(value, Grads):
+    elif isinstance(value, af.Grads):
         skip = value.taken.skip
         parts = value.tensors, value.taken.divisor, value.metrics
         value = (*parts, None if skip is None else skip.flag)
@@ -243,28 +215,24 @@ def _copy_values(field: str, value: Any, slot: Any, *, counts: bool) -> dict[str
 # The law that the facts that a transform declares are true.
 
 
-def fact_law(members: Sequence[Any], build: Around) -> Law:
-    """Return the law that declared facts are true, and that recomputation is declared."""
-    facts = {fact for member in members for fact in contract.facts_of(member)}
-
-    def law(subject: Subject) -> str | None:
-        return (
-            _recomputes(subject, facts)
-            or ("by_rank" in facts and _no_entry(subject, members))
-            or ("judges_finite" in facts and _not_judged(subject))
-            or ("micro_batches" in facts and _other_parts(subject, members, build))
-            or None
-        )
-
-    return law
+def true_facts(subject: Subject) -> str | None:
+    """Declared facts are true, and recomputation is declared."""
+    facts = subject.setup.facts
+    return (
+        _recomputes(subject)
+        or ("by_rank" in facts and _no_entry(subject))
+        or ("judges_finite" in facts and _not_judged(subject))
+        or ("micro_batches" in facts and _other_parts(subject))
+        or None
+    )
 
 
-def _no_entry(subject: Subject, members: Sequence[Any]) -> str | None:
+def _no_entry(subject: Subject) -> str | None:
     """Check that every name in `by_rank` is an entry of the slot."""
     slots = simulate(1, lambda world: dict(subject.start(world).slots))[0]
-    for member in members:
+    for member in subject.members:
+        slot = slots.get(member.name)
         for name in contract.facts_of(member).get("by_rank", ()):
-            slot = slots.get(member.name)
             if slot is not None and not (isinstance(slot, Mapping) and name in slot):
                 return (
                     f"its fact by_rank names {name!r}, but its slot has no such entry."
@@ -280,9 +248,9 @@ def _loss(model: nn.Module, batch: Any, factor: float) -> torch.Tensor:
 def _not_judged(subject: Subject) -> str | None:
     """Check that after an infinite loss all parameters are finite, or the step raised."""
 
-    def rank(world: World) -> bool:
-        state, step = subject.start(world), make_step(_loss)
-        for number, batch in enumerate(islice(batches(state), 3)):
+    def rank(world: af.World) -> bool:
+        state, step = subject.start(world), af.make_step(_loss)
+        for number, batch in enumerate(islice(af.batches(state), 3)):
             try:
                 state, _ = step(state, batch, math.inf if number == 1 else 1.0)
             except NonFiniteGradsError:
@@ -297,11 +265,14 @@ def _not_judged(subject: Subject) -> str | None:
     )
 
 
-def _recomputes(subject: Subject, facts: set[str]) -> str | None:
+def _recomputes(subject: Subject) -> str | None:
     """Check that modules run again in the backward pass if and only if this is declared."""
+    facts = subject.setup.facts
     if "compiles" in facts:
         return None  # in a compiled graph, function calls cannot be counted
-    recomputes = _run_again(subject, None) > _run_again(subject, chain())
+    recomputes = _run_again(subject) > _run_again(
+        attrs.evolve(subject, setup=af.chain())
+    )
     if recomputes and "recomputes" not in facts:
         return "modules run again in the backward pass. Declare the fact recomputes."
     if not recomputes and "recomputes" in facts:
@@ -326,21 +297,20 @@ class _Layers(TorchFunctionMode):
 _LAYERS = (nn.functional.linear, nn.functional.dropout, torch.tanh)
 
 
-def _run_again(subject: Subject, setup: chain | None) -> int:
+def _run_again(subject: Subject) -> int:
     """Return the number of layer functions that are called in the first backward pass."""
 
-    def rank(world: World) -> int:
+    def rank(world: af.World) -> int:
         state = subject.start(world)
-        state = state if setup is None else state.with_setup(setup)
-        batch = next(iter(batches(state)))
+        batch = next(iter(af.batches(state)))
         with _Layers() as layers:
-            make_step(_loss)(state, batch, 1.0)
+            af.make_step(_loss)(state, batch, 1.0)
         return layers.count
 
     return simulate(1, rank)[0]
 
 
-def _other_parts(subject: Subject, members: Sequence[Any], build: Around) -> str | None:
+def _other_parts(subject: Subject) -> str | None:
     """Check that the number of losses equals the number of micro-batches that a fact declares."""
     losses = 0
 
@@ -349,11 +319,11 @@ def _other_parts(subject: Subject, members: Sequence[Any], build: Around) -> str
         losses += 1
         return _loss(model, batch, 1.0)
 
-    def rank(world: World) -> int:
-        state = subject.start(world).with_setup(build(members))
-        batch = next(iter(batches(state)))
+    def rank(world: af.World) -> int:
+        state = subject.start(world)
+        batch = next(iter(af.batches(state)))
         (parts_of,) = state.setup.facts["micro_batches"]
-        make_step(loss)(state, batch)
+        af.make_step(loss)(state, batch)
         return len(parts_of(batch))
 
     parts = simulate(1, rank)[0]
@@ -368,12 +338,7 @@ def _other_parts(subject: Subject, members: Sequence[Any], build: Around) -> str
 _LEAST = 4  # an epoch has three updates, so the last update is in the second epoch
 _TRIED = (5, 9, 17, 33)
 _NUM_CUTS = 10
-_LAST = (
-    *("loads_anywhere", "keeps_frozen", "merges_all"),
-    *("splits_alike", "sends_all_later"),
-)
-"""Laws that are tested last, because other laws explain the same mistakes better."""
-_SHARES, _ENGINE = shard_data(), wrap_ddp()
+_SHARES, _ENGINE = af.shard_data(), af.wrap_ddp()
 
 
 def check_transform(
@@ -471,11 +436,14 @@ transform |
     if not contract.is_transform(transform):
         msg = f"check_transform({transform!r}): expected a transform, such as af.ema(0.9)."
         raise ArgumentError(msg)
-    members = transform.transforms if isinstance(transform, chain) else (transform,)
-    given_up = chain(*members).gives_up()
-    laws = {**_own_laws(members), **COMMON}
-    for name in filter(laws.__contains__, _LAST):
-        laws[name] = laws.pop(name)
+    full = af.chain(transform)
+    members, given_up = full.transforms, full.gives_up()
+    laws = {
+        name: law
+        for name, (law, methods) in _LAWS.items()
+        if not methods or name in given_up or any(map(full.owners.get, methods))
+        if name != "sends_all_later" or "reduces_to_mean" in given_up
+    }
     names = sorted({*laws, "acts", "options_read", "new_process"})
     unknown = sorted(given_up.keys() - set(names))
     if unknown:
@@ -489,13 +457,13 @@ transform |
     if updates is not None:
         arguments.check_integer(call, "updates", updates, 1, "a number of updates")
     other = attrs.evolve(problems[0], seed=problems[0].seed + 1)
-    anew = cloudpickle.dumps(partial(_resume_runs, members, other, max(sizes)))
+    # pickle the transforms before they run, so that the new process starts as this process did
+    anew = cloudpickle.dumps(partial(_subject, members, other, max(sizes)))
     acting, number = _acting(members, problems, max(sizes), updates)
-    laws |= acting
+    laws |= {**acting, "new_process": partial(new_process, anew)}
     cases = product(problems, sizes)
     subjects = [_subject(members, problem, size, number) for problem, size in cases]
     subject = _subject(members, other, max(sizes), number)
-    laws["new_process"] = partial(_new_process, anew)
     for name, law in laws.items():
         broken = first_broken(law, [subject] if name == "new_process" else subjects)
         if broken and name not in given_up:
@@ -509,45 +477,17 @@ transform |
             raise LawError(msg)
 
 
-def _resume_runs(
-    members: Sequence[Any], problem: Problem, size: int, updates: int, folder: Path
-) -> list[History]:
-    return _subject(members, problem, size, updates).resume_from(1, folder)
-
-
-def _new_process(anew: bytes, subject: Subject) -> str | None:
-    """Check that a saved run continues in a new process with the same results.
-
-    Only the first run of a problem in a process can show a difference. So `subject` has a
-    problem that did not run before in this process.
-    """
-    with tempfile.TemporaryDirectory() as name:
-        heads = subject.save_after(1, Path(name))
-        try:
-            tails = call_anew(anew, subject.updates, Path(name))
-        except RankError as error:
-            return f"the run failed after it was loaded in a new process: {error}"
-    histories = [head + tail for head, tail in zip(heads, tails, strict=True)]
-    runs = "a run that continues in a new process, and the same run in this process,"
-    return differ(histories, subject.plain, runs, REMEMBER)
-
-
 def _setup(
-    members: Sequence[Any],
-    *,
-    outside: Any = None,
-    shares: Any = _SHARES,
-    engine: Any = _ENGINE,
-) -> chain:
+    *members: Any, outside: Any = None, shares: Any = _SHARES, engine: Any = _ENGINE
+) -> af.chain:
     """Return a chain of the transforms. Add `shares` and `engine` if the transforms lack them."""
-    full = chain(*members)
-    if any(isinstance(member, shard_data) for member in members):
+    full = af.chain(*members)
+    if any(isinstance(member, af.shard_data) for member in members):
         shares = None
     if full.owners["engine"] or full.owners["reduce"]:
         engine = None
-    skips = "sees_skips" in full.facts
-    last = skips_updates(once=True) if skips else None
-    return chain(outside, shares, engine, *members, last)
+    last = skips_updates(once=True) if "sees_skips" in full.facts else None
+    return af.chain(outside, shares, engine, *members, last)
 
 
 def _acting(
@@ -559,36 +499,26 @@ def _acting(
     """Return the laws `acts` and `options_read`, and the number of updates for all laws."""
     number, acts, idlers = 0, dict[str, set[int]](), list[str]()
     for number in _TRIED if updates is None else (updates,):
-        for problem in problems:
-            subject = _subject(members, problem, min(size, 2), number)
-
-            def start(world: World, watch: Any, task: Problem = problem) -> TrainState:
-                return task.state(world, _setup([watch(m) for m in members]))
-
-            try:
-                new_acts = observe_acts(subject, start)
-            except Exception as error:
-                error.add_note(f"This happened with {subject.name}.")
-                raise
-            for name, when in new_acts.items():
-                acts.setdefault(name, set()).update(when)
+        trials = [_subject(members, p, min(size, 2), number) for p in problems]
+        first_broken(partial(observe_acts, acts), trials)
         idlers = idle_methods(members, acts, size)
         if not idlers:
             break
-    idle = [
+    idle = first(
         f"{name} changed nothing and did not communicate in {number}"
         f" update{'s' * (number > 1)}, so the laws did not test it. Choose options with which"
         " the method acts sooner, or pass more updates=. If the method only reads, write"
         ' gives_up = {"acts": "it only reads"}.'
-        for name in idlers[:1]
-    ]
-    without_effect = [
+        for name in idlers
+    )
+    without_effect = first(
         f"no code reads {name}, so this option has no effect. Use it, or remove it."
-        for name in unread_options(members, acts)[:1]
-    ]
+        for name in (f"{t!r}.{option}" for t in members for option in _options(t))
+        if name not in acts
+    )
     laws: dict[str, Law] = {
-        "acts": lambda _: next(iter(idle), None),
-        "options_read": lambda _: next(iter(without_effect), None),
+        "acts": lambda _: idle,
+        "options_read": lambda _: without_effect,
     }
     return laws, updates or _count_updates(acts)
 
@@ -609,48 +539,55 @@ def _subject(
         name=f"{problem!r} on {size} rank{'s' if size > 1 else ''}",
         size=size,
         updates=updates,
-        num_cuts=_NUM_CUTS,
-        splits=not (problem.norm or problem.drop),
-        start=lambda world: problem.state(world, _setup(members)),
         begin=problem.state,
         advance=lambda state, _, number: problem.updates(state, number),
+        members=members,
+        build=_setup,
+        setup=_setup(*members),
         end=_final_values,
+        splits=not (problem.norm or problem.drop),
+        num_cuts=_NUM_CUTS,
     )
 
 
-def _final_values(state: Any) -> dict[str, Any]:
+def _final_values(state: af.TrainState) -> dict[str, Any]:
     """Return the evaluation parameters, and the parameters after `finalize`."""
-    evals = {f"eval_params[{name!r}]": p for name, p in eval_params(state).items()}
-    evals = {n: p.clone() for n, p in _gather(evals, state).items()}
-    params = finalize(state).params.items()
-    final = {f"finalize.params[{name!r}]": param for name, param in params}
-    return evals | _gather(final, state)
+    values = _gather("eval_params", af.eval_params(state), state.world)
+    return values | _gather("finalize.params", af.finalize(state).params, state.world)
 
 
-def _gather(params: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
-    return collectives.gather_full(params, state.world, label="compare states")
+def _gather(kind: str, params: Mapping[str, Any], world: af.World) -> dict[str, Any]:
+    full = collectives.gather_full(params, world, label="compare states")
+    return {f"{kind}[{name!r}]": param.clone() for name, param in full.items()}
 
 
-def _own_laws(members: Sequence[Any]) -> dict[str, Law]:
-    """Return the laws about single methods and facts of the transforms, by name."""
-    return {
-        "value": lambda _: next(filter(None, map(_not_a_value, members)), None),
-        "memory_in_state": COMMON["memory_in_state"],
-        "own_randomness": COMMON["own_randomness"],
-        "splits_alike": split_law(members, _setup),
-        **method_laws(members, _setup),
-        "trains": trains,
-        "keeps_frozen": keeps_frozen,
-        "facts": fact_law(members, _setup),
-    }
+def is_value(subject: Subject) -> str | None:
+    """Two transforms with equal options are equal, and have the same hash."""
+    for transform in subject.members:
+        same = attrs.evolve(transform)
+        if same != transform:
+            return "a copy with the same options is not equal to the transform."
+        try:
+            if hash(same) != hash(transform):
+                return "two equal copies of it have different hashes."
+        except TypeError as error:
+            return f"it has no hash ({error}). Use hashable options, such as a tuple for a list."
+    return None
 
 
-def _not_a_value(transform: Any) -> str | None:
-    same = attrs.evolve(transform)
-    if same != transform:
-        return "a copy with the same options is not equal to the transform."
-    try:
-        same_hash = hash(same) == hash(transform)
-    except TypeError as error:
-        return f"it has no hash ({error}). Use hashable options, such as a tuple for a list."
-    return None if same_hash else "two equal copies of it have different hashes."
+_LAWS: Mapping[str, tuple[Law, tuple[str, ...]]] = {
+    "value": (is_value, ()),
+    "memory_in_state": (COMMON["memory_in_state"], ()),
+    "own_randomness": (COMMON["own_randomness"], ()),
+    **METHOD_LAWS,
+    "trains": (trains, ()),
+    "facts": (true_facts, ()),
+    **{name: (law, ()) for name, law in COMMON.items()},
+    # last, because other laws explain the same mistakes better
+    "loads_anywhere": (loads_anywhere, ("init",)),
+    "keeps_frozen": (keeps_frozen, ()),
+    "merges_all": (merges_all, ("merge",)),
+    "splits_alike": (splits_alike, ()),
+    "sends_all_later": (sends_all_later, ("reduce",)),
+}
+"""The laws in the order of the tests, each with the methods that it is about, if any."""

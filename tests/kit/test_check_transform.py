@@ -17,7 +17,7 @@ from accelfn.errors import LawError
 from accelfn.testing import Problem, check_transform
 from tests.budget import at_night
 from tests.catalog import CATALOG
-from tests.internals import PROBLEMS, Subject, method_laws, observe_acts
+from tests.internals import PROBLEMS, Subject, loads_anywhere, observe_acts
 from tests.laws.reducing import (
     ErrorFeedback,
     GatherAll,
@@ -1210,13 +1210,14 @@ def test_a_broken_law_says_what_was_done(planted, told):
 
 def run_of(*transforms: Any) -> Subject:
     """Return three updates on two ranks, in a setup of some transforms."""
-    setup = af.chain(af.shard_data(), *transforms)
     return Subject(
         name="a run",
         size=2,
         updates=3,
-        start=lambda world: Problem().state(world, setup),
+        begin=Problem().state,
         advance=lambda state, _, number: Problem().updates(state, number),
+        members=transforms,
+        setup=af.chain(*transforms),
     )
 
 
@@ -1230,9 +1231,8 @@ def run_of(*transforms: Any) -> Subject:
 )
 def test_a_slot_of_one_number_of_ranks_is_told(planted, told):
     """What is saved is loaded on one rank and on one more, and the error says where it is not."""
-    law = method_laws((planted,), af.chain)["loads_anywhere"]
-    subject = run_of(planted, af.wrap_ddp())
-    assert told in str(law(subject))
+    subject = run_of(af.shard_data(), planted, af.wrap_ddp())
+    assert told in str(loads_anywhere(subject))
 
 
 @af.transform
@@ -1372,12 +1372,8 @@ class AveragesEvery:
 @pytest.mark.parametrize(("every", "when"), [(1, {1, 2, 3}), (2, {2}), (8, None)])
 def test_to_count_until_ranks_meet_is_not_to_act(every, when):
     """Where ranks train apart, a slot that fills is not yet what the method is there for."""
-
-    def start(world: af.World, observed: Any) -> af.TrainState:
-        each = observed(AveragesEvery(every))
-        return Problem().state(world, af.chain(af.shard_data(), each))
-
-    found = observe_acts(run_of(AveragesEvery(every)), start)
+    found: dict[str, set[int]] = {}
+    observe_acts(found, run_of(af.shard_data(), AveragesEvery(every)))
     assert found.get(f"AveragesEvery({every}).after_update") == when
 
 
