@@ -3,6 +3,7 @@
 
 import os
 import pickle
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
@@ -449,11 +450,9 @@ def _replicated_entries(contents: Mapping[str, Any]) -> dict[str, Any]:
     Values of metrics, buffers and entries declared as `by_rank` are left out. For metrics, only
     the names must be equal.
     """
-    kinds = ("metrics", "buffers", OWN)
+    left_out = re.compile(rf"(state-\d+\.)?({OWN}|buffers|metrics)")
     return {name: "reported" for name in contents if name.startswith("metrics")} | {
-        name: leaf
-        for name, leaf in contents.items()
-        if not name.rpartition(".")[2].startswith(kinds) and not name.startswith(kinds)
+        name: leaf for name, leaf in contents.items() if not left_out.match(name)
     }
 
 

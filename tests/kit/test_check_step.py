@@ -204,11 +204,28 @@ def test_planted_bugs_are_refused_by_their_law(step, law):
         check_step(step, states=plain_states, sizes=(1,))
 
 
-def test_replicas_that_drift_are_found():
-    with pytest.raises(LawError, match="'replicas_agree'"):
+class Scale(nn.Module):
+    """A model whose parameter begins as the names of metrics and buffers do."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.head = nn.ParameterDict({name: torch.ones(3)})
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        (scale,) = self.head.values()
+        return batch * scale.sin()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [partial(player, 3), partial(Scale, "metrics"), partial(Scale, "buffers")],
+    ids=["any", "metrics", "buffers"],
+)
+def test_replicas_that_drift_are_found(model):
+    with pytest.raises(LawError, match="'replicas_agree'.*params"):
         check_step(
             local_only,
-            states=plain_states,
+            states=lambda world: state_of(world, model),
             batches=lambda world: DATA[world.rank :: world.size].split(1),
             sizes=(2,),
         )
