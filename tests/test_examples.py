@@ -29,6 +29,8 @@ from tests.waiting import HANGS, is_gone, wait_until
 FOLDER = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(FOLDER.glob("[0-9]*.py"))
 WEIGHTS = "model.safetensors"
+OF_IMPORTS = r"torchao|torch/utils/_pytree|gemm_4bit"
+"""What packages print that Transformers and peft import if they are installed."""
 LAUNCH_2 = ["-m", "accelfn", "launch", "--nproc", "2"]
 on_ranks = pytest.mark.parametrize("size", [2, 1] if at_night() else [2])
 """Alone, a script does by day what it also does before it asks others."""
@@ -259,10 +261,7 @@ def test_a_streamed_text(tmp_path):
 @on_ranks
 def test_a_transformers_model(tmp_path: Path, size: int) -> None:
     """It learns; what it saved is read by Transformers alone, and knows two new sentences."""
-    noise = (
-        r"torchao|torch/utils/_pytree"  # where it is installed, Transformers imports it
-    )
-    printed = output_of(tmp_path, "13_transformers.py", size, noise=noise)
+    printed = output_of(tmp_path, "13_transformers.py", size, noise=OF_IMPORTS)
     found = [float(each) for each in re.findall(r"'right': ([\d.]+)", printed)]
 
     assert len(found) == 5
@@ -275,7 +274,7 @@ def test_a_transformers_model(tmp_path: Path, size: int) -> None:
 @pytest.mark.slow
 def test_adapters_alone_are_trained(tmp_path):
     """They lower the loss on another text; Transformers alone reads the merged model."""
-    noise = r"torchao|torch/utils/_pytree|is_gradient_checkpointing|^  warnings\.warn"
+    noise = rf"{OF_IMPORTS}|is_gradient_checkpointing|^  warnings\.warn"
     printed = output_of(tmp_path, "20_lora.py", noise=noise)
     before, after = map(float, re.findall(r"(?:loss|adapters) ([\d.]+)", printed))
 
