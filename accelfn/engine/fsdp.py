@@ -118,13 +118,17 @@ def _problems(module: nn.Module, units: list[nn.Module]) -> Iterator[str]:
             )
         if param.ndim:  # scalars are not sharded
             dtypes.setdefault(unit, {}).setdefault(param.dtype, name)
-    for unit, first in dtypes.items():
-        for dtype, name in first.items():
-            if dtype.is_complex:
+            if param.is_complex():
                 yield (
                     f"{name!r} is complex, but torch can gather only real parameters. Make its"
                     " real view (torch.view_as_real) the parameter."
                 )
+            if "SCB" in vars(param):  # the scales of bitsandbytes
+                yield (
+                    f"{name!r} has 8 bits, and torch drops the scales when it gathers parameters."
+                    " Use bitsandbytes.nn.Linear4bit, or train with af.wrap_ddp()."
+                )
+    for unit, first in dtypes.items():
         if len(first) > 1:
             listed = ", ".join(f"{name!r} is {dtype}" for dtype, name in first.items())
             yield (

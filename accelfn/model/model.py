@@ -332,7 +332,7 @@ class Skeleton:
             for table in vars(module).values():
                 if type(table) in _TABLES and not table:
                     memo[id(table)] = type(table)()
-        return copy.deepcopy(self.module, memo)
+        return _deep_copy(self.module, memo)
 
 
 def materialize(
@@ -362,7 +362,7 @@ def materialize(
     check_module(module, source)
     if device.type != "meta":
         check_values(cast("nn.Module", module), full=True)
-    return _move_module(cast("nn.Module", module), device)
+    return register_scales(_move_module(cast("nn.Module", module), device))
 
 
 def _move_module(module: nn.Module, device: torch.device) -> nn.Module:
@@ -461,6 +461,55 @@ def _check_in_one_place(module: nn.Module) -> None:
             raise ModelError(msg)
 
 
+# Quantized parameters of bitsandbytes.
+#
+# A parameter has the integers, and attributes of it or of its module have the scales. A state
+# contains parameters and buffers, so the scales become buffers. Otherwise the integers of a
+# checkpoint could meet the scales of another model. The attribute and the buffer are one tensor,
+# also in each copy of the module.
+
+
+def register_scales(module: nn.Module) -> nn.Module:
+    """Register the scales of quantized parameters as buffers, and return the module."""
+    for owner in [*module.modules()]:
+        roots = {n: v for n, v in vars(owner).items() if _is_of_bitsandbytes(v)}
+        for name, param in owner.named_parameters(recurse=False):
+            if _is_of_bitsandbytes(param):
+                for holder, key, path in _tensors_in({name: param, **roots}):
+                    tensor = vars(holder)[key]
+                    if tensor.is_set_to(param):
+                        vars(holder)[key] = param
+                    elif all(tensor is not buffer for buffer in owner.buffers()):
+                        owner.register_buffer(path, tensor)
+    return module
+
+
+def _tensors_in(objects: Mapping[str, object]) -> Iterator[tuple[object, str, str]]:
+    """Yield the tensors in attributes of objects: the holder, the attribute and the path."""
+    for name, holder in objects.items():
+        attributes = {f"{name}_{key}": (key, v) for key, v in vars(holder).items()}
+        for path, (key, value) in attributes.items():
+            if isinstance(value, torch.Tensor):
+                yield holder, key, path
+            elif _is_of_bitsandbytes(value):
+                yield from _tensors_in({path: value})
+
+
+def _is_of_bitsandbytes(value: object) -> bool:
+    """Return whether an object has a class of bitsandbytes, and is not a module."""
+    is_theirs = type(value).__module__.startswith("bitsandbytes.")
+    return is_theirs and not isinstance(value, nn.Module)
+
+
+def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a module, with the tensors in `memo`; also copy attributes of the parameters."""
+    module_copy = copy.deepcopy(module, memo)
+    for param in module.parameters():
+        if any(True for _ in _tensors_in({"": param})):
+            vars(memo[id(param)]).update(copy.deepcopy(vars(param), memo))
+    return module_copy
+
+
 def skeleton_of(module: nn.Module) -> Skeleton:
     """Return the skeleton of a module, which is not changed.
 
@@ -480,7 +529,7 @@ def skeleton_of(module: nn.Module) -> Skeleton:
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     try:
-        structure = copy.deepcopy(module, memo)
+        structure = _deep_copy(module, memo)
     except (RuntimeError, TypeError) as error:
         where = next(_uncopyable(module, memo), "")
         msg = (
