@@ -2,16 +2,16 @@
 """`import_state`: import a training state that Accelerate, DeepSpeed or torch saved."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
+import attrs
 
 from accelfn import TrainState
 from accelfn.errors import ArgumentError, CheckpointCorruptError, CheckpointError
-from accelfn.plug import arguments, files, load
+from accelfn.plug import arguments, check_state, files, load, save
 from accelfn.weights import deepspeed, export, foreign, torch_files
 
 OPTIMIZER = "optimizer.bin"
@@ -24,11 +24,10 @@ MODELS = (
 """Names of model files. If a folder has several of them, the first in this list is read."""
 
 
-def weights_of(folder: Path) -> dict[str, foreign.Piece]:
+def weights_of(folder: Path) -> Mapping[str, foreign.Saved]:
     """Return the tensors of the model that a folder contains, by name."""
     if not any(arguments.exists(folder / name) for name in MODELS[:2]):
-        tensors = torch_files.state_dict_of(folder)
-        return {name: foreign.Piece.of(tensor) for name, tensor in tensors.items()}
+        return torch_files.state_dict_of(folder)
     shards = export.open_weights(folder)
     return {
         name: foreign.Piece(
@@ -60,8 +59,10 @@ def entries_of(
     try:
         positions = [[*g["params"]] for g in state_dict["param_groups"]]
         group_names = [g.get("param_names") for g in state_dict["param_groups"]]
-        entries = cast("Mapping[Any, Mapping[str, Any]]", state_dict["state"])
-        state = {place: {**entry} for place, entry in entries.items()}
+        state = {
+            place: {str(key): value for key, value in entry.items()}
+            for place, entry in state_dict["state"].items()
+        }
         sizes, own_sizes = list(map(len, positions)), list(map(len, groups))
         named = [len(n or ()) for n in group_names]
     except (AttributeError, IndexError, KeyError, TypeError) as error:
@@ -83,22 +84,12 @@ def entries_of(
             " Create the state with an optimizer that has the groups of the file."
         )
         raise CheckpointError(msg)
-    pairs = (
-        pair
+    by_place = {
+        place: str(name)
         for places, group in zip(positions, names, strict=True)
-        for pair in zip(places, group, strict=True)
-    )
-    by_place = {place: str(name) for place, name in pairs}
-    return {
-        by_place[place]: {
-            str(key): foreign.Piece.of(value)
-            if isinstance(value, torch.Tensor)
-            else value
-            for key, value in entry.items()
-        }
-        for place, entry in state.items()
-        if place in by_place
+        for place, name in zip(places, group, strict=True)
     }
+    return {by_place[place]: e for place, e in state.items() if place in by_place}
 
 
 # `import_state`: import a training state that another library saved.
@@ -163,8 +154,17 @@ def import_state(
         msg = f"af.import_state(under={under!r}): expected a str such as 'model', or None."
         raise ArgumentError(msg)
     call = "af.import_state(state, directory)"
-    find = partial(_find_training, state, under=under)
-    return foreign.load_found(call, state, directory, find, strict=strict)
+    check_state(call, state)
+    state.lease.check()
+    folder = arguments.as_path(call, directory, "a folder")
+
+    def read() -> tuple[dict[str, Any], load.Loaded]:
+        found = _find_training(state, folder, under)
+        return foreign.read_fields(state, folder, found, strict=strict)
+
+    fields, report = load.read_all_or_none(state, read)
+    new = save.with_fields(state, fields).with_setup(state.setup)
+    return attrs.evolve(report, state=new)
 
 
 def _find_training(state: TrainState, folder: Path, under: str | None) -> foreign.Found:
@@ -174,14 +174,13 @@ def _find_training(state: TrainState, folder: Path, under: str | None) -> foreig
         CheckpointError: the folder has no supported files.
     """
     parts = [folder, *(folder / name for name in _FSDP)]
-    split = [part for part in parts if arguments.exists(part / torch_files.METADATA)]
-    if split:
-        return _in_parts(state, folder, split, under)
+    parts = [part for part in parts if arguments.exists(part / torch_files.METADATA)]
+    params = [*state.params, *state.definition.skeleton.aliases]
+    if parts:
+        return torch_files.found_in(folder, parts, params=params, under=under)
     tag = deepspeed.parts_at(folder)
     if tag is not None:
-        params = _params(state)
-        names = {*params, *state.buffers}
-        return deepspeed.found_in(folder, tag, params=params, names=names)
+        return deepspeed.found_in(folder, tag, params=params)
     if any(arguments.exists(folder / name) for name in MODELS):
         return _of_accelerate(state, folder)
     msg = (
@@ -191,26 +190,9 @@ def _find_training(state: TrainState, folder: Path, under: str | None) -> foreig
     raise CheckpointError(msg)
 
 
-def _in_parts(
-    state: TrainState, folder: Path, split: Iterable[Path], under: str | None
-) -> foreign.Found:
-    """Find the tensors of a saved training state in torch distributed checkpoints."""
-    pieces, extras = dict[str, foreign.Piece](), list[str]()
-    for part in split:
-        some, rest = torch_files.pieces_of(part)
-        pieces |= some
-        extras += rest
-    params = _params(state)
-    names = {*params, *state.buffers}
-    return torch_files.found_in(
-        folder, pieces, extras, params=params, names=names, under=under
-    )
-
-
 def _of_accelerate(state: TrainState, folder: Path) -> foreign.Found:
     """Find the tensors of a training state in a folder of Accelerate's `save_state`."""
     weights = weights_of(folder)
-    names = {*_params(state), *state.buffers}
     metas = dict(state.definition.skeleton.module.named_parameters())
     names_by_id = {id(meta): name for name, meta in metas.items()}
     groups = [
@@ -219,15 +201,5 @@ def _of_accelerate(state: TrainState, folder: Path) -> foreign.Found:
     ]
     file = folder / OPTIMIZER
     entries = entries_of(file, groups, [*metas]) if arguments.exists(file) else {}
-    read = {*MODELS, OPTIMIZER}
-    return foreign.Found(
-        weights={n: piece for n, piece in weights.items() if n in names},
-        entries=entries,
-        strange=tuple(name for name in weights if name not in names),
-        left=tuple(sorted(p.name for p in folder.iterdir() if p.name not in read)),
-    )
-
-
-def _params(state: TrainState) -> list[str]:
-    """Return the names of all parameters, including all names of tied parameters."""
-    return [*state.params, *state.definition.skeleton.aliases]
+    names = {path.name for path in folder.iterdir()} - {*MODELS, OPTIMIZER}
+    return foreign.Found(weights=weights, entries=entries, left=tuple(sorted(names)))

@@ -292,12 +292,9 @@ def _entry(
                     raise CheckpointCorruptError(msg)
             entry[key] = _piece(shape, cast("list[torch.Tensor]", values), places)
         elif key == "step":
-            step = torch.as_tensor(first, dtype=torch.float32)
-            entry[key] = foreign.Piece.of(step)
+            entry[key] = torch.as_tensor(first, dtype=torch.float32)
         else:
-            entry[key] = (
-                foreign.Piece.of(first) if isinstance(first, torch.Tensor) else first
-            )
+            entry[key] = first
     return entry
 
 
@@ -355,16 +352,13 @@ def _has_parts(folder: Path) -> bool:
     )
 
 
-def found_in(
-    folder: Path, tag: Path, *, params: Collection[str], names: Collection[str]
-) -> foreign.Found:
+def found_in(folder: Path, tag: Path, *, params: Collection[str]) -> foreign.Found:
     """Find the tensors of a saved training state in a folder of DeepSpeed.
 
     Args:
         folder: the folder that the user passed.
         tag: the folder with DeepSpeed's files: the same folder, or a tag's folder in it.
         params: the names of the model's parameters.
-        names: the names of the model's parameters and buffers.
 
     Raises:
         CheckpointError: the checkpoint is of a kind that is not supported.
@@ -392,10 +386,9 @@ def found_in(
         siblings = {path.name for path in folder.iterdir()} - {LATEST, tag.name}
         rest += sorted(siblings - _SCRIPTS)
     return foreign.Found(
-        weights={name: weight for name, weight in weights.items() if name in names},
+        weights=weights,
         entries={name: entry for name, entry in entries.items() if name in params},
         step=None if any("step" in entry for entry in entries.values()) else steps,
-        strange=tuple(name for name in weights if name not in names),
         left=tuple(rest),
     )
 
@@ -432,7 +425,7 @@ def _check_kind(tag: Path, files: Sequence[str]) -> None:
 
 def _model(
     tag: Path, parts: Sequence[Part]
-) -> tuple[Mapping[str, Any], dict[str, foreign.Piece]]:
+) -> tuple[Mapping[str, Any], dict[str, foreign.Saved]]:
     """Return the contents of the model file, and its buffers and frozen parameters."""
     cuts_each = parts[0].cuts_each
     pattern = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
@@ -447,12 +440,10 @@ def _model(
         msg = f"{tag / names[0]} has no shapes of parameters; its keys are {sorted(model)}."
         raise CheckpointCorruptError(msg)
     module = cast("Mapping[str, torch.Tensor]", model["module"])
-    if not cuts_each:
-        return model, {
-            name: foreign.Piece.of(tensor) for name, tensor in module.items()
-        }
-    weights = {name: foreign.Piece.of(module[name]) for name in model["buffer_names"]}
-    shapes = shapes_of(model.get("frozen_param_shapes") or {})
+    whole = model["buffer_names"] if cuts_each else module
+    weights: dict[str, foreign.Saved] = {name: module[name].detach() for name in whole}
+    frozen_shapes = model.get("frozen_param_shapes") if cuts_each else {}
+    shapes = shapes_of(frozen_shapes or {})
     if shapes:
         rest = [load_file(tag / name) for name in names[1:]]
         by_rank = [m["frozen_param_fragments"] for m in (model, *rest)]

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load a training state that another library saved; sharded tensors are read in slices."""
+"""Read the fields of a state from another library's files; sharded tensors are read in slices."""
 
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import attrs
 import torch
 
 from accelfn import TrainState
 from accelfn.errors import CheckpointCorruptError, CheckpointError
-from accelfn.plug import arguments, check_state, load, optimizer, save, slices, tree
+from accelfn.plug import arguments, load, optimizer, save, slices, tree
 
 # Tensors in the checkpoint of another library. A rank can read only a slice of a tensor.
 
@@ -31,15 +30,6 @@ class Piece:
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[slices.Slice], torch.Tensor]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Self:
-        """Return a `Piece` for a tensor that is in memory."""
-
-        def read(box: slices.Slice) -> torch.Tensor:
-            return box.of(tensor).clone(memory_format=torch.contiguous_format)
-
-        return cls(tensor.dtype, tuple(tensor.shape), read)
 
     @classmethod
     def of_runs(cls, shape: tuple[int, ...], runs: Sequence[torch.Tensor]) -> Self:
@@ -76,94 +66,78 @@ class Piece:
         return cls(dtype, shape, read)
 
 
+Saved: TypeAlias = Piece | torch.Tensor
+"""A saved tensor: in files, or in memory."""
+
+
+def _read(saved: Saved, box: slices.Slice) -> torch.Tensor:
+    """Read a slice of a saved tensor into new memory."""
+    if isinstance(saved, Piece):
+        return saved.read(box)
+    return box.of(saved).clone(memory_format=torch.contiguous_format)
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class Found:
     """The contents of a folder that another library saved.
 
     Attributes:
-        weights: parameters and buffers, by their names in the model.
+        weights: parameters and buffers, by their names in the saved model.
         entries: the optimizer's state of each parameter, by the parameter's name.
         step: the number of updates; None if it was not saved.
-        strange: names of saved weights that the model does not have.
+        prefix: the prefix of the names of weights in the files.
         left: names of other saved values, which accelfn does not read.
     """
 
-    weights: Mapping[str, Piece]
+    weights: Mapping[str, Saved]
     entries: Mapping[str, Mapping[str, Any]]
     step: int | None = None
-    strange: tuple[str, ...] = ()
+    prefix: str = ""
     left: tuple[str, ...] = ()
 
 
-def load_found(
-    call: str,
-    state: TrainState,
-    directory: str | os.PathLike[str],
-    find: Callable[[Path], Found],
-    *,
-    strict: bool,
-) -> load.Loaded:
-    """Load a folder of another library into a state; this is a collective.
+def read_fields(
+    state: TrainState, folder: Path, source: Found, *, strict: bool
+) -> tuple[dict[str, Any], load.Loaded]:
+    """Read the fields of the new state, and return them with a report.
 
     Args:
-        call: the name of the calling function in errors.
         state: provides the model, optimizer, setup and world; it is not changed.
-        directory: the folder.
-        find: a function of the folder's path that returns what the folder contains.
+        folder: the folder's name in errors.
+        source: the contents of the folder.
         strict: whether missing or unexpected names are an error. False only warns.
-
-    Returns: a report. Its `state` is the new state.
 
     Raises:
         CheckpointError: names, shapes or the optimizer differ.
     """
-    check_state(call, state)
-    state.lease.check()
-    folder = arguments.as_path(call, directory, "a folder")
-
-    def read() -> tuple[dict[str, Any], load.Loaded]:
-        return _read_fields(state, folder, find(folder), strict=strict)
-
-    fields, report = load.read_all_or_none(state, read)
-    own_names = {transform.name for transform in state.setup}
-    slots = {name: slot for name, slot in state.slots.items() if name not in own_names}
-    after = save.with_fields(state, {**fields, "slots": slots})
-    return attrs.evolve(report, state=after.with_setup(state.setup))
-
-
-def _read_fields(
-    state: TrainState, folder: Path, source: Found, *, strict: bool
-) -> tuple[dict[str, Any], load.Loaded]:
-    """Read the fields of the new state, and return them with a report."""
     aliases = state.definition.skeleton.aliases
     weights = {aliases.get(n, n): weight for n, weight in source.weights.items()}
     entries = {aliases.get(n, n): entry for n, entry in source.entries.items()}
+    known = {*state.params, *state.buffers}
+    strange = [source.prefix + n for n in weights if n not in known]
+    weights = {n: weight for n, weight in weights.items() if n in known}
     persistent = state.definition.skeleton.persistent
-    targets = {
-        **state.params,
-        **{n: b for n, b in state.buffers.items() if n in persistent},
-    }
-    _check_names(folder, targets, weights, source.strange, strict=strict)
+    buffers = {n: b for n, b in state.buffers.items() if n in persistent}
+    targets = {**state.params, **buffers}
+    _check_names(folder, targets, weights, strange, strict=strict)
     _check_kept(state, entries, folder)
-    cast: dict[str, str] = {}
-
-    def values(name: str, field: str, piece: Piece, old: torch.Tensor) -> torch.Tensor:
-        return _place_piece(f"{folder}: {name}", f"{field}.{name}", piece, old, cast)
-
-    current = save.fields_of(state.copy())
-    params, buffers = dict(current["params"]), dict(current["buffers"])
-    for field, table in (("params", params), ("buffers", buffers)):
-        for name in [name for name in table if name in weights]:
-            table[name] = values(name, field, weights[name], table[name])
+    fields = save.fields_of(state.copy())
+    loaded, cast = list[str](), dict[str, str]()
+    for field in ("params", "buffers"):
+        fields[field] = table = dict(fields[field])
+        for name in filter(weights.__contains__, table):
+            where, key = f"{folder}: {name}", f"{field}.{name}"
+            table[name] = _place(where, key, weights[name], table[name], cast)
+            loaded.append(key)
     opt_state = {
         name: {
-            key: _entry(f"{folder}: {key} of {name}", key, value, params[name])
+            key: _entry(
+                f"{folder}: {key} of {name}", key, value, fields["params"][name]
+            )
             for key, value in entry.items()
         }
         for name, entry in entries.items()
-        if name in params
     }
-    fields = {**current, "params": params, "buffers": buffers}
     if opt_state:
         fields["opt_state"] = opt_state
     counts = [int(entry["step"]) for entry in opt_state.values() if "step" in entry]
@@ -176,20 +150,16 @@ def _read_fields(
             " updates, perhaps because some were unfrozen later. state.step is now the largest"
             f" number, {step}, which is right if some parameter was trained from the start."
         )
-    missing = [
-        *(n for n in targets if n not in weights),
-        *([] if opt_state else ["opt_state"]),
-        *([] if step is not None else ["step"]),
-    ]
+    own_names = {transform.name for transform in state.setup}
+    fields["slots"] = {n: s for n, s in state.slots.items() if n not in own_names}
+    missing = [n for n in targets if n not in weights]
+    missing += [] if opt_state else ["opt_state"]
+    missing += [] if step is not None else ["step"]
     report = load.Loaded(
         state=state,
-        loaded=(
-            *(f"params.{n}" for n in params if n in weights),
-            *(f"buffers.{n}" for n in buffers if n in weights),
-            *(f"opt_state.{n}" for n in opt_state),
-        ),
+        loaded=(*loaded, *(f"opt_state.{n}" for n in opt_state)),
         missing=tuple(missing),
-        unexpected=(*source.strange, *source.left),
+        unexpected=(*strange, *source.left),
         cast=cast,
     )
     return fields, report
@@ -198,7 +168,7 @@ def _read_fields(
 def _check_names(
     folder: Path,
     targets: Mapping[str, torch.Tensor],
-    weights: Mapping[str, Piece],
+    weights: Mapping[str, Saved],
     extra_names: Iterable[str],
     *,
     strict: bool,
@@ -224,37 +194,34 @@ def _check_names(
         arguments.advise(message)
 
 
-def _place_piece(
-    where: str, name: str, piece: Piece, old: torch.Tensor, cast: dict[str, str]
+def _place(
+    where: str, name: str, saved: Saved, old: torch.Tensor, cast: dict[str, str]
 ) -> torch.Tensor:
     """Read this rank's slice of a saved tensor, and convert it to the state's dtype and device.
 
     Args:
         where: the name of the tensor in errors.
         name: the name of the tensor in the report.
-        piece: the saved tensor.
+        saved: the saved tensor.
         old: the state's tensor.
         cast: a dict; this function adds an entry for a converted dtype.
     """
-    place = slices.slice_of(old) or slices.Slice.whole(old.shape)
-    values = piece.read(place)
+    values = _read(saved, slices.slice_of(old) or slices.Slice.whole(old.shape))
     if values.dtype != old.dtype:
         cast[name] = f"{values.dtype} to {old.dtype}"
         values = load.convert_dtype(values, old.dtype, where)
-    return (
-        slices.dtensor_like(values, old)
-        if tree.is_shard(old)
-        else values.to(old.device)
-    )
+    if tree.is_shard(old):
+        return slices.dtensor_like(values, old)
+    return values.to(old.device)
 
 
 def _entry(where: str, key: str, value: Any, param: torch.Tensor) -> Any:
     """Return a saved optimizer value of a parameter with torch's device, dtype and sharding."""
-    if not isinstance(value, Piece):
+    if not isinstance(value, Saved):
         return value
     if value.shape == tuple(param.shape) and key != "step":
-        return _place_piece(where, key, value, param, {})
-    values = value.read(slices.Slice.whole(value.shape))
+        return _place(where, key, value, param, {})
+    values = _read(value, slices.Slice.whole(value.shape))
     if key == "step":
         return values
     return values.to(param.device, param.dtype if param.is_floating_point() else None)

@@ -13,7 +13,7 @@ import re
 import threading
 import warnings
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar, cast
@@ -313,7 +313,7 @@ class _Window(io.RawIOBase):
         return count
 
 
-def pieces_of(folder: Path) -> tuple[dict[str, foreign.Piece], list[str]]:
+def _pieces_of(folder: Path) -> tuple[dict[str, foreign.Piece], list[str]]:
     """Return the tensors of a distributed checkpoint, and the names of its other values.
 
     Raises:
@@ -381,58 +381,46 @@ def _piece(
 
 
 def found_in(
-    folder: Path,
-    pieces: Mapping[str, foreign.Piece],
-    extras: Collection[str],
-    *,
-    params: Collection[str],
-    names: Collection[str],
-    under: str | None,
+    folder: Path, parts: Iterable[Path], *, params: Collection[str], under: str | None
 ) -> foreign.Found:
-    """Find the model's and the optimizer's tensors in a distributed checkpoint.
+    """Find the model's and the optimizer's tensors in distributed checkpoints.
 
     The names of the model's tensors have a common prefix, such as "model.". The names of the
     optimizer's tensors are "<prefix>state.<parameter>.<entry>", as in torch's `get_state_dict`.
+    An integer tensor `step` is the number of updates.
 
     Args:
-        folder: the folder's name in error messages.
-        pieces: all tensors of the checkpoint.
-        extras: the names of values that are not tensors.
+        folder: the folder that the user passed.
+        parts: the folders of the distributed checkpoints: the same folder, or folders in it.
         params: the names of the model's parameters.
-        names: the names of the model's parameters and buffers.
         under: the key of the model, without the last dot; None to find the key.
 
     Raises:
         CheckpointError: several keys contain a model, and `under` is None.
+        CheckpointCorruptError: a `.metadata` is truncated, contains code, or does not match the
+            files.
     """
-    step, pieces = _count(pieces)
+    pieces, extras = dict[str, foreign.Piece](), list[str]()
+    for part in parts:
+        some, rest = _pieces_of(part)
+        pieces |= some
+        extras += rest
+    count, step = pieces.get("step"), None
+    if count is not None and not count.shape and not count.dtype.is_floating_point:
+        step = int(pieces.pop("step").read(slices.Slice.whole(())))
     prefix = _prefix(folder, pieces, params, under)
     entries: dict[str, dict[str, Any]] = {}
-    opt_keys: set[str] = set()
-    for key, param, entry in _entries(pieces, set(params)):
-        entries.setdefault(param, {})[entry] = pieces[key]
-        opt_keys.add(key)
-    inside = {k.removeprefix(prefix): k for k in pieces if k.startswith(prefix)}
-    inside = {name: key for name, key in inside.items() if key not in opt_keys}
-    weights = {n: pieces[key] for n, key in inside.items() if n in names}
-    unknown = tuple(key for name, key in inside.items() if name not in names)
-    used_keys = opt_keys | set(inside.values())
-    rest = (*(key for key in pieces if key not in used_keys), *extras)
+    weights = {k.removeprefix(prefix): k for k in pieces if k.startswith(prefix)}
+    for key, param, entry in _entries([*pieces], set(params)):
+        entries.setdefault(param, {})[entry] = pieces.pop(key)
+    inside = {n: pieces.pop(key) for n, key in weights.items() if key in pieces}
     return foreign.Found(
-        weights=weights, entries=entries, step=step, strange=unknown, left=rest
+        weights=inside,
+        entries=entries,
+        step=step,
+        prefix=prefix,
+        left=(*pieces, *extras),
     )
-
-
-def _count(
-    pieces: Mapping[str, foreign.Piece],
-) -> tuple[int | None, dict[str, foreign.Piece]]:
-    """Return the number of updates (None without a tensor `step`), and the other tensors."""
-    rest = dict(pieces)
-    step = rest.get("step")
-    if step is None or step.shape or step.dtype.is_floating_point:
-        return None, rest
-    del rest["step"]
-    return int(step.read(slices.Slice.whole(()))), rest
 
 
 def _prefix(
