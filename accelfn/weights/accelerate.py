@@ -56,7 +56,10 @@ def entries_of(
         CheckpointError: the file is not such a state dict, or its groups have other sizes.
     """
     state_dict = torch_files.load_plain(file, "Save only optimizer.state_dict().")
-    try:
+    kinds = AttributeError, IndexError, KeyError, TypeError
+    with export.raise_corrupt(
+        f"{file} is not the state_dict() of an optimizer", *kinds
+    ):
         positions = [[*g["params"]] for g in state_dict["param_groups"]]
         group_names = [g.get("param_names") for g in state_dict["param_groups"]]
         state = {
@@ -65,9 +68,6 @@ def entries_of(
         }
         sizes, own_sizes = list(map(len, positions)), list(map(len, groups))
         named = [len(n or ()) for n in group_names]
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        msg = f"{file} is not the state_dict() of an optimizer: {error!r}."
-        raise CheckpointCorruptError(msg) from error
     if all(group_names):
         if named != sizes:
             msg = f"{file} has parameter groups of sizes {sizes}, but {named} parameter names."

@@ -16,7 +16,7 @@ import torch
 
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 from accelfn.plug import arguments
-from accelfn.weights import foreign, torch_files
+from accelfn.weights import export, foreign, torch_files
 
 # The optimizer files of ZeRO: each rank saved its part of the flat tensor of each parameter group.
 #
@@ -366,17 +366,14 @@ def found_in(folder: Path, tag: Path, *, params: Collection[str]) -> foreign.Fou
     """
     files = sorted(path.name for path in tag.iterdir())
     _check_kind(tag, files)
-    try:
+    with export.raise_corrupt(
+        f"{tag} is not a valid checkpoint of DeepSpeed's ZeRO", Exception
+    ):
         parts = parts_of(tag, files)
         model, weights = _model(tag, parts)
         masters, entries = put_together(tag, parts, model["param_shapes"])
         steps = int(model["global_steps"]) - int(model["skipped_steps"])
         shared = dict(model.get("shared_params") or {})
-    except CheckpointError:
-        raise
-    except Exception as error:  # random bytes can raise any error
-        msg = f"{tag} is not a valid checkpoint of DeepSpeed's ZeRO: {error!r}."
-        raise CheckpointCorruptError(msg) from error
     weights |= masters
     weights |= {name: weights[src] for name, src in shared.items() if src in weights}
     rest = [str(key) for key in model if key not in _COUNTED and model[key] is not None]

@@ -42,7 +42,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 T = TypeVar("T")
-_PLAIN_NAME = re.compile(r"[^/\\:\0]+")
+PLAIN_NAME = re.compile(r"[^/\\:\0]+")
 _PIECE = 2**18
 """The number of elements that are converted at once."""
 _LARGEST = 100_000_000
@@ -87,6 +87,24 @@ def index_of(
         "weight_map": {name: file for file, names in plan.items() for name in names},
     }
     return json.dumps(index, indent=2).encode()
+
+
+@contextmanager
+def raise_corrupt(problem: str, *kinds: type[Exception]) -> Generator[None]:
+    """In a `with` block that reads a file, convert errors to `CheckpointCorruptError`.
+
+    Args:
+        problem: the first words of the error message.
+        kinds: the types of errors to convert. `Exception` converts all errors of a damaged
+            file, but no `CheckpointError`.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except kinds as error:
+        msg = f"{problem}: {commit.format_error(error)}"
+        raise CheckpointCorruptError(msg) from error
 
 
 @attrs.frozen
@@ -149,12 +167,11 @@ class Shards:
         """Open a tensor's file; yield it with the offset and the dtype of the tensor."""
         path = self.places[name]
         entry = self.tables[path].tensors[name]
-        try:
-            with files.open_plain(path) as stream:
-                yield stream, entry.begin, files.DTYPES[entry.dtype]
-        except OSError as error:
-            msg = f"{path} cannot be read: {error}"
-            raise CheckpointCorruptError(msg) from error
+        with (
+            raise_corrupt(f"{path} cannot be read", OSError),
+            files.open_plain(path) as stream,
+        ):
+            yield stream, entry.begin, files.DTYPES[entry.dtype]
 
 
 def open_weights(source: Path) -> Shards:
@@ -236,7 +253,7 @@ def _weight_map(path: Path, ending: str) -> dict[str, str]:
         msg = f'{path} is not an index: it has no "weight_map" from tensor names to files.'
         raise CheckpointCorruptError(msg)
     for name, file in named.items():
-        plain = isinstance(file, str) and _PLAIN_NAME.fullmatch(file)
+        plain = isinstance(file, str) and PLAIN_NAME.fullmatch(file)
         if not plain or not file.endswith(ending):
             msg = (
                 f"{path} says that {name!r} is in {file!r}, which is not the name of a {ending}"
@@ -253,14 +270,15 @@ def _table(path: Path) -> tuple[Path, files.File]:
     """
     data = _bytes(path, header=True)
     header = _json(path, data)
-    try:
+    kinds = AttributeError, KeyError, TypeError, ValueError
+    with raise_corrupt(f"{path} is not a safetensors file", *kinds):
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            if entry["dtype"] not in files.DTYPES:
+                dtype = entry["dtype"]
+                msg = f"{path}: {name!r} has the dtype {dtype!r}, which accelfn does not read."
+                raise CheckpointError(msg)
         return path.resolve(), _file(header, 8 + len(data), path.stat().st_size)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        msg = f"{path} is not a safetensors file: {error}."
-        raise CheckpointCorruptError(msg) from error
-    except CheckpointError as error:
-        msg = f"{path}: {error}"
-        raise CheckpointError(msg) from error
 
 
 def _file(header: dict[str, Any], first: int, size: int) -> files.File:
@@ -273,13 +291,7 @@ def _file(header: dict[str, Any], first: int, size: int) -> files.File:
 
     Raises:
         ValueError: the tensors do not fill the file.
-        CheckpointError: accelfn does not support a dtype.
     """
-    header.pop("__metadata__", None)
-    for name, entry in header.items():
-        if entry["dtype"] not in files.DTYPES:
-            msg = f"{name!r} has the dtype {entry['dtype']!r}, which accelfn does not read."
-            raise CheckpointError(msg)
     entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
     tensors: dict[str, Any] = {}
     for name, entry in entries:
@@ -304,32 +316,33 @@ def _bytes(path: Path, *, header: bool = False) -> bytes:
         CheckpointError: the file is missing.
         CheckpointCorruptError: the file cannot be read, or has another format.
     """
-    try:
-        with files.open_plain(path.resolve()) as stream:
-            size = stream.seek(0, 2)
-            stream.seek(0)
-            length = int.from_bytes(stream.read(8), "little") if header else size
-            if length > min(size - 8 * header, _LARGEST):
-                msg = (
-                    f"{path} has {size} bytes, but should have {length} bytes of JSON. The file is"
-                    " truncated, or has another format."
-                )
-                raise CheckpointCorruptError(msg)
-            return stream.read(length)
-    except FileNotFoundError as error:
+    check_exists(path)
+    with (
+        raise_corrupt(f"{path} cannot be read", OSError),
+        files.open_plain(path.resolve()) as stream,
+    ):
+        size = stream.seek(0, 2)
+        stream.seek(0)
+        length = int.from_bytes(stream.read(8), "little") if header else size
+        if length > min(size - 8 * header, _LARGEST):
+            msg = (
+                f"{path} has {size} bytes, but should have {length} bytes of JSON. The file is"
+                " truncated, or has another format."
+            )
+            raise CheckpointCorruptError(msg)
+        return stream.read(length)
+
+
+def check_exists(path: Path) -> None:
+    """Raise `CheckpointError` if a path does not exist."""
+    if not arguments.exists(path):
         msg = f"{path} does not exist."
-        raise CheckpointError(msg) from error
-    except OSError as error:
-        msg = f"{path} cannot be read: {error}"
-        raise CheckpointCorruptError(msg) from error
+        raise CheckpointError(msg)
 
 
 def _json(path: Path, data: bytes) -> Any:
-    try:
+    with raise_corrupt(f"{path} cannot be read", ValueError, RecursionError):
         return json.loads(data, object_pairs_hook=files.reject_duplicate_keys)
-    except (ValueError, RecursionError) as error:
-        msg = f"{path} cannot be read: {error}."
-        raise CheckpointCorruptError(msg) from error
 
 
 @arguments.explain_call_errors

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from accelfn.errors import CheckpointCorruptError, CheckpointError
-from accelfn.plug import arguments, files, slices
+from accelfn.plug import arguments, files, slices, tree
 from accelfn.weights import export, foreign, importing
 
 # Files of `torch.save`. accelfn reads them with `weights_only=True`: torch's unpickler then only
@@ -126,15 +126,13 @@ def load_plain(file: Path, advice: str, *, shut: Collection[str] = ()) -> Any:
         CheckpointError: the file contains other objects, or does not exist.
         CheckpointCorruptError: the file is damaged.
     """
+    export.check_exists(file)
     stands = torch.serialization.safe_globals([(_Shut, name) for name in shut])
     try:
         with file.open("rb") as stream:
             is_zip = is_stored_zip(stream)
         with _ONE, stands:
             return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
-    except FileNotFoundError as error:
-        msg = f"{file} does not exist."
-        raise CheckpointError(msg) from error
     except pickle.UnpicklingError as error:
         brought = ", ".join(_brought(file) - {*shut})
         msg = (
@@ -221,7 +219,6 @@ _KNOWN = {
     *(("pathlib._local", name) for name in ("Path", "PosixPath", "PurePosixPath")),
     ("collections", "OrderedDict"),
 }
-_FILE = re.compile(r"[^/\\:\0]+\.distcp")
 _STATE = re.compile(r"(?P<prefix>(?:.*\.)?)state\.(?P<rest>.+)")
 
 
@@ -250,30 +247,26 @@ class _Chunk:
 
     def read(self, part: slices.Slice) -> torch.Tensor:
         """Read a slice of the box; `part` is relative to the box."""
-        try:
-            with files.open_plain(self.path) as stream:
-                window = _Window(stream, self.begin, self.length)
-                meta = _load_storage(window, "meta")  # shape, dtype and offset
-                self._check(meta)
-                first = getattr(meta.untyped_storage(), "_checkpoint_offset", None)
-                if first is not None and meta.is_contiguous():
-                    at = self.begin + first + meta.storage_offset() * meta.itemsize
-                    return slices.read_box(stream, at, meta.dtype, part)
-                return part.of(_load_storage(window, "cpu"))
-        except CheckpointCorruptError:
-            raise
-        except Exception as error:  # a damaged file can raise any error
-            msg = f"{self.path} cannot be read at byte {self.begin}: {error}"
-            raise CheckpointCorruptError(msg) from error
-
-    def _check(self, tensor: Any) -> None:
-        shape = getattr(tensor, "shape", None)
-        if shape != torch.Size(self.box.size):
-            msg = (
-                f"{self.path}: expected a tensor of shape {self.box.size} at byte {self.begin},"
-                f" found {shape}."
-            )
-            raise CheckpointCorruptError(msg)
+        with (
+            export.raise_corrupt(
+                f"{self.path} cannot be read at byte {self.begin}", Exception
+            ),
+            files.open_plain(self.path) as stream,
+        ):
+            window = _Window(stream, self.begin, self.length)
+            meta = _load_storage(window, "meta")  # shape, dtype and offset
+            shape = getattr(meta, "shape", None)
+            if shape != torch.Size(self.box.size):
+                msg = (
+                    f"{self.path}: expected a tensor of shape {self.box.size} at byte"
+                    f" {self.begin}, found {shape}."
+                )
+                raise CheckpointCorruptError(msg)
+            first = getattr(meta.untyped_storage(), "_checkpoint_offset", None)
+            if first is not None and meta.is_contiguous():
+                at = self.begin + first + meta.storage_offset() * meta.itemsize
+                return slices.read_box(stream, at, meta.dtype, part)
+            return part.of(_load_storage(window, "cpu"))
 
 
 def _load_storage(window: "_Window", device: str) -> torch.Tensor:
@@ -321,7 +314,7 @@ def _pieces_of(folder: Path) -> tuple[dict[str, foreign.Piece], list[str]]:
             files.
     """
     path = folder / METADATA
-    try:
+    with export.raise_corrupt(f"{path} cannot be read", Exception):
         with files.open_plain(path) as stream:
             records = _Records(io.BytesIO(stream.read(_LARGEST))).load()
         tensors = cast("Mapping[str, Any]", records.state_dict_metadata)
@@ -335,11 +328,6 @@ def _pieces_of(folder: Path) -> tuple[dict[str, foreign.Piece], list[str]]:
             for name, kind in kinds.items()
             if kind == "TensorStorageMetadata"
         }
-    except CheckpointCorruptError:
-        raise
-    except Exception as error:  # a damaged file can raise any error
-        msg = f"{path} cannot be read: {error}."
-        raise CheckpointCorruptError(msg) from error
     return pieces, [name for name in kinds if name not in pieces]
 
 
@@ -360,10 +348,11 @@ def _piece(
                 f" {place.transform_descriptors}."
             )
             raise CheckpointCorruptError(msg)
-        if not _FILE.fullmatch(place.relative_path):
-            msg = f"{folder}: {name!r} is in {place.relative_path!r}, not a file of the folder."
+        file = place.relative_path
+        if not (export.PLAIN_NAME.fullmatch(file) and file.endswith(".distcp")):
+            msg = f"{folder}: {name!r} is in {file!r}, not a file of the folder."
             raise CheckpointCorruptError(msg)
-        path = folder / place.relative_path
+        path = folder / file
         chunks.append(_Chunk(box, path, int(place.offset), int(place.length)))
     if not slices.cover((chunk.box for chunk in chunks), shape):
         msg = f"{folder}: the pieces of {name!r} do not cover a tensor of {shape}."
@@ -477,27 +466,22 @@ def write_distributed(
     Keys are those of torch's `get_state_dict`: `model.<name>`, and
     `optim.state.<parameter>.<entry>`. The key `step` is the number of updates.
     """
-    state = {name: entry for name, entry in opt_state.items() if name in model}
-    count = torch.tensor(step)
-    _save(folder, {"model": dict(model), "optim": {"state": state}, "step": count})
-    for path in folder.rglob("*"):
-        files.flush(path)
-    entries = (value for entry in state.values() for value in entry.values())
-    tensors = (entry for entry in entries if isinstance(entry, torch.Tensor))
-    return sum(value.nbytes for value in (*model.values(), *tensors))
-
-
-def _save(folder: Path, state: dict[str, Any]) -> None:
     # imported here because the import takes 1 s
     import torch.distributed.checkpoint as dcp  # noqa: PLC0415
     from torch.distributed.checkpoint.metadata import StorageMeta  # noqa: PLC0415
 
+    state = {name: entry for name, entry in opt_state.items() if name in model}
+    count = torch.tensor(step)
+    content = {"model": dict(model), "optim": {"state": state}, "step": count}
     writer = dcp.FileSystemWriter(folder)
     # torch's default metadata would contain the folder's temporary name and a random id
     writer.storage_meta = StorageMeta
     with warnings.catch_warnings():  # torch warns about no_dist=True
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
-            dcp.save(state, storage_writer=writer, no_dist=True)
+            dcp.save(content, storage_writer=writer, no_dist=True)
         except dcp.CheckpointException as error:  # wraps the real error, even Ctrl-C
             raise next(iter(error.failures.values()))[0] from error
+    for path in folder.rglob("*"):
+        files.flush(path)
+    return sum(t.nbytes for t in tree.tensor_leaves([content["model"], state]))
