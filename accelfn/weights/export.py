@@ -112,25 +112,24 @@ class Shards:
     """The tensors of a model in safetensors files.
 
     Attributes:
-        tables: the description of each file, by its path.
-        places: the path of each tensor's file, by the tensor's name, in the order of reading.
+        places: the path of each tensor's file, and the tensor's description there, by the
+            tensor's name, in the order of reading.
     """
 
-    tables: Mapping[Path, files.File]
-    places: Mapping[str, Path]
+    places: Mapping[str, tuple[Path, files.Entry]]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors by name, without values, on the meta device."""
-        metas: dict[str, torch.Tensor] = {}
-        for name, path in self.places.items():
-            entry = self.tables[path].tensors[name]
-            dtype = files.DTYPES[entry.dtype]
-            metas[name] = torch.empty(entry.shape, dtype=dtype, device="meta")
-        return metas
+        return {
+            name: torch.empty(
+                entry.shape, dtype=files.DTYPES[entry.dtype], device="meta"
+            )
+            for name, (_, entry) in self.places.items()
+        }
 
     def read(self, name: str) -> torch.Tensor:
         """Read a tensor into new memory."""
-        tensor = self.tables[self.places[name]].tensors[name].empty()
+        tensor = self.places[name][1].empty()
         self.read_to(name, tensor)
         return tensor
 
@@ -165,8 +164,7 @@ class Shards:
     @contextmanager
     def _open(self, name: str) -> Generator[tuple[BinaryIO, int, torch.dtype]]:
         """Open a tensor's file; yield it with the offset and the dtype of the tensor."""
-        path = self.places[name]
-        entry = self.tables[path].tensors[name]
+        path, entry = self.places[name]
         with (
             raise_corrupt(f"{path} cannot be read", OSError),
             files.open_plain(path) as stream,
@@ -181,23 +179,15 @@ def open_weights(source: Path) -> Shards:
         CheckpointError: the path has no safetensors files.
         CheckpointCorruptError: a file or the index is damaged.
     """
-    is_index = source.name.endswith(".index.json")
-    is_known = source.suffix == ".safetensors" or (
-        is_index and not source.name.endswith(".bin.index.json")
-    )
+    is_known = source.name.endswith((".safetensors", ".index.json"))
+    is_known = is_known and not source.name.endswith(".bin.index.json")
     if not is_known and not arguments.is_directory(source):
         msg = (
             f"{source} is not a .safetensors file, a folder with such files, or their index."
             f"{files.reader_of(source)}"
         )
         raise CheckpointError(msg)
-    tables: dict[Path, files.File] = {}
-
-    def read(path: Path) -> dict[str, Path]:
-        real, tables[real] = _table(path)
-        return dict.fromkeys(tables[real].tensors, real)
-
-    return Shards(tables, read_parts(source, WEIGHTS, INDEX, read))
+    return Shards(read_parts(source, WEIGHTS, INDEX, _places_in))
 
 
 def read_parts(
@@ -234,10 +224,12 @@ def read_parts(
         if name not in parts[file]:
             msg = f"{path} says that {name!r} is in {file}, which has no such tensor."
             raise CheckpointCorruptError(msg)
-    by_name: dict[str, T] = {}
-    for file, tensors in parts.items():
-        by_name |= {n: t for n, t in tensors.items() if named.get(n, file) == file}
-    return by_name
+    return {
+        name: tensor
+        for file, tensors in parts.items()
+        for name, tensor in tensors.items()
+        if named.get(name, file) == file
+    }
 
 
 def _weight_map(path: Path, ending: str) -> dict[str, str]:
@@ -263,50 +255,43 @@ def _weight_map(path: Path, ending: str) -> dict[str, str]:
     return named
 
 
-def _table(path: Path) -> tuple[Path, files.File]:
-    """Return a file's resolved path and its description, after checking its length.
+def _places_in(path: Path) -> dict[str, tuple[Path, files.Entry]]:
+    """Return the resolved path and the description of each tensor in a file.
 
     Symbolic links are followed, because caches of model hubs consist of links.
+
+    Raises:
+        CheckpointError: accelfn does not support a dtype.
+        CheckpointCorruptError: the tensors do not fill the file.
     """
     data = _bytes(path, header=True)
-    header = _json(path, data)
+    header, first = _json(path, data), 8 + len(data)
     kinds = AttributeError, KeyError, TypeError, ValueError
     with raise_corrupt(f"{path} is not a safetensors file", *kinds):
         header.pop("__metadata__", None)
-        for name, entry in header.items():
-            if entry["dtype"] not in files.DTYPES:
-                dtype = entry["dtype"]
+        for name, row in header.items():
+            if row["dtype"] not in files.DTYPES:
+                dtype = row["dtype"]
                 msg = f"{path}: {name!r} has the dtype {dtype!r}, which accelfn does not read."
                 raise CheckpointError(msg)
-        return path.resolve(), _file(header, 8 + len(data), path.stat().st_size)
-
-
-def _file(header: dict[str, Any], first: int, size: int) -> files.File:
-    """Return a file's description, from its header and its size.
-
-    Args:
-        header: the header as JSON.
-        first: the offset of the first byte after the header.
-        size: the number of bytes of the file.
-
-    Raises:
-        ValueError: the tensors do not fill the file.
-    """
-    entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-    tensors: dict[str, Any] = {}
-    for name, entry in entries:
-        begin, end = entry["data_offsets"]
-        if type(begin) is not int or type(end) is not int:
-            msg = f"{begin!r} and {end!r} are not offsets"
+        tensors: dict[str, Any] = {}
+        for name, row in sorted(
+            header.items(), key=lambda item: item[1]["data_offsets"]
+        ):
+            begin, end = row["data_offsets"]
+            if type(begin) is not int or type(end) is not int:
+                msg = f"{begin!r} and {end!r} are not offsets"
+                raise ValueError(msg)
+            kind = {"dtype": row["dtype"], "shape": row["shape"], "blake3": ""}
+            tensors[name] = {**kind, "begin": first + begin, "end": first + end}
+        plain = {"size": path.stat().st_size, "tensors": tensors}
+        file = files.File.from_plain({**plain, "blake3": "", "header_blake3": ""})
+        begins = (entry.begin for entry in file.tensors.values())
+        if next(begins, first) != first:
+            msg = "its first tensor does not begin directly after its header"
             raise ValueError(msg)
-        kind = {"dtype": entry["dtype"], "shape": entry["shape"], "blake3": ""}
-        tensors[name] = {**kind, "begin": first + begin, "end": first + end}
-    blank = {"blake3": "", "header_blake3": ""}
-    file = files.File.from_plain({"size": size, **blank, "tensors": tensors})
-    if min((tensor.begin for tensor in file.tensors.values()), default=first) != first:
-        msg = "its first tensor does not begin directly after its header"
-        raise ValueError(msg)
-    return file
+    real = path.resolve()
+    return {name: (real, entry) for name, entry in file.tensors.items()}
 
 
 def _bytes(path: Path, *, header: bool = False) -> bytes:
@@ -397,7 +382,7 @@ def export_model(
     job.run_on_all(exchange, commit.Phase.BEGIN, begin)
     plan = split_into_files(tensors, limit)
     for file, names in plan.items():
-        file_tensors = _gather_to_main({n: tensors[n] for n in names}, job, state.world)
+        file_tensors = _gather_to_main({n: tensors[n] for n in names}, state.world)
         job.run_on_all(
             exchange,
             commit.Phase.WRITE,
@@ -440,10 +425,11 @@ def full_params(
     check_state(call, state)
     params = params_at(state, call, at)
     with draws.own_modes(state.world.device), torch.no_grad():
-        full = {n: t for n, t in params.items() if not tree.is_shard(t)}
-        copies = {n: _host(t).clone() for n, t in full.items()}
-        for some in collectives.by_calls(params, state.world, label="af.full_params"):
-            copies |= {n: _host(t) for n, t in some.items()}
+        full = _gather(params, state.world, label="af.full_params")
+        copies = {
+            n: t if tree.is_shard(params[n]) else _host(t).clone()
+            for n, t in full.items()
+        }
     ties = state.definition.skeleton.aliases
     names = {**{name: name for name in params}, **ties}
     return {name: copies[first] for name, first in names.items()}
@@ -499,11 +485,14 @@ def save_pretrained(
         save.exchange_of(state, "save_pretrained"),
     )
     job.run_on_all(exchange, commit.Phase.BEGIN, lambda: commit.begin(job))
-    tensors = _gather_to_main({**params, **state.buffers}, job, state.world)
+    tensors = _gather_to_main({**params, **state.buffers}, state.world)
 
     def write() -> None:
         if job.rank == 0:
-            _by_its_own_method(state, tensors, job.partial, options)
+            skeleton = state.definition.skeleton
+            names = [name for name, _ in skeleton.module.named_buffers()]
+            module: Any = skeleton.build(tensors, {n: tensors[n] for n in names})
+            module.save_pretrained(job.partial, **options)
             for path in job.partial.rglob("*"):
                 files.flush(path)
             files.flush(job.partial)
@@ -549,14 +538,22 @@ def _exported_tensors(
     return tensors
 
 
-def _gather_to_main(
-    tensors: Mapping[str, torch.Tensor], job: commit.Save, world: World
+def _gather(
+    tensors: Mapping[str, torch.Tensor], world: World, *, label: str, keep: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Gather sharded tensors on rank 0; return all tensors on rank 0, and {} on other ranks."""
+    """Gather sharded tensors; return all tensors if `keep` is true, and {} otherwise."""
     full = {n: t for n, t in tensors.items() if not tree.is_shard(t)}
-    for some in collectives.by_calls(tensors, world, label="gather what is exported"):
-        full |= {n: _host(t) for n, t in some.items()} if job.rank == 0 else {}
-    return {n: full[n] for n in tensors} if job.rank == 0 else {}
+    for some in collectives.by_calls(tensors, world, label=label):
+        full |= {n: _host(t) for n, t in some.items()} if keep else {}
+    return {n: full[n] for n in tensors} if keep else {}
+
+
+def _gather_to_main(
+    tensors: Mapping[str, torch.Tensor], world: World
+) -> dict[str, torch.Tensor]:
+    """Gather sharded tensors; return all tensors on rank 0, and {} on other ranks."""
+    label = "gather what is exported"
+    return _gather(tensors, world, label=label, keep=world.rank == 0)
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
@@ -569,25 +566,3 @@ def _write_file(
 ) -> None:
     if job.rank == 0:
         commit.write_file(job.partial / file, tensors, {"format": "pt"})
-
-
-def _by_its_own_method(
-    state: TrainState,
-    tensors: Mapping[str, torch.Tensor],
-    directory: Path,
-    options: Mapping[str, Any],
-) -> None:
-    """Call the model's own `save_pretrained` with these parameters and buffers.
-
-    Raises:
-        CheckpointError: the method failed.
-    """
-    skeleton = state.definition.skeleton
-    names = [name for name, _ in skeleton.module.named_buffers()]
-    buffers = {name: tensors[name] for name in names}
-    try:
-        module: Any = skeleton.build(tensors, buffers)
-        module.save_pretrained(directory, **options)
-    except Exception as error:  # catch all, because other ranks wait for the outcome
-        msg = f"{type(error).__name__}: {error}"
-        raise CheckpointError(msg) from error
