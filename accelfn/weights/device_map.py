@@ -31,28 +31,19 @@ class Part:
     tensors: Mapping[str, torch.Tensor]
 
 
-@attrs.frozen(eq=False)
-class Call:
-    """A module that may be called separately, with the tensors that the call needs."""
-
-    module: nn.Module
-    tensors: tuple[torch.Tensor, ...]
-
-
-def calls_of(part: Part) -> list[Call]:
-    """Return the modules of a part that may be called separately.
+def calls_of(part: Part) -> list[tuple[nn.Module, list[torch.Tensor]]]:
+    """Return the modules of a part that may be called separately, with their tensors.
 
     For example, a loop may call the members of a container, and a method other than `forward`
     may call the submodules of a module.
     """
-    inside = [module for module in part.module.modules() if module is not part.module]
-    calls = [Call(item, tuple(_direct_tensors("", item).values())) for item in inside]
-    itself = Call(part.module, tuple(part.tensors.values()))
-    ids = {id(tensor) for tensor in itself.tensors}
-    return [
-        itself,
-        *(c for c in calls if c.tensors and {*map(id, c.tensors)} <= ids),
-    ]
+    calls = [(part.module, [*part.tensors.values()])]
+    ids = {*map(id, part.tensors.values())}
+    for module in part.module.modules():
+        tensors = [*_direct_tensors("", module).values()]
+        if module is not part.module and tensors and {*map(id, tensors)} <= ids:
+            calls.append((module, tensors))
+    return calls
 
 
 def units_of(model: nn.Module) -> list[list[Part]]:
@@ -63,16 +54,14 @@ def units_of(model: nn.Module) -> list[list[Part]]:
         if not part.tensors:
             continue
         keys = [_key(tensor) for tensor in part.tensors.values()]
-        unit = [part]
         peers = {id(owners[key]): owners[key] for key in keys if key in owners}
-        if peers:
-            unit, *rest = sorted(peers.values(), key=units.index)
-            for other in rest:
-                unit += other
-                units.remove(other)
-            unit.append(part)
-        else:
+        unit, *rest = sorted(peers.values(), key=units.index) or [list[Part]()]
+        for other in rest:
+            unit += other
+            units.remove(other)
+        if not unit:
             units.append(unit)
+        unit.append(part)
         for member in unit:
             owners |= {_key(tensor): unit for tensor in member.tensors.values()}
     return units
@@ -98,7 +87,7 @@ def _parts(model: nn.Module) -> Iterator[Part]:
         if not inside and not _has_forward(module):
             return  # its tensors belong to the enclosing module
         if id(module) in blocks or lacks_blocks or not inside:
-            yield Part(name, module, _named_tensors(name, module, recurse=True))
+            yield Part(name, module, named_tensors(name, module, recurse=True))
             return
         if _has_forward(module) or not name:
             yield Part(name, module, _direct_tensors(name, module))
@@ -114,16 +103,17 @@ def _has_forward(module: nn.Module) -> bool:
 
 def _direct_tensors(name: str, module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the direct tensors of a module, and of its containers without a forward."""
-    tensors = _named_tensors(name, module, recurse=False)
+    tensors = named_tensors(name, module, recurse=False)
     for child, submodule in module.named_children():
         if not _has_forward(submodule):
             tensors |= _direct_tensors(f"{name}.{child}" if name else child, submodule)
     return tensors
 
 
-def _named_tensors(
+def named_tensors(
     name: str, module: nn.Module, *, recurse: bool
 ) -> dict[str, torch.Tensor]:
+    """Return a module's parameters and buffers, under all their names in the model."""
     prefix = f"{name}." if name else ""
     params = module.named_parameters(recurse=recurse, remove_duplicate=False)
     buffers = module.named_buffers(recurse=recurse, remove_duplicate=False)
@@ -191,9 +181,8 @@ class DeviceMap:
         for device, budget in self.budgets.items():
             need = self.needed(device)
             if isinstance(budget, int) and need > budget:
-                guests = (
-                    [] if device != self.computes else _at_once(self._offloaded_units())
-                )
+                guests = _at_once(self._offloaded_units())
+                guests = guests if device == self.computes else []
                 coming = (
                     f", of which {arguments.format_bytes(_coming(guests))} are for offloaded"
                     f" units while they compute ({', '.join(unit.shown for unit in guests)})"
@@ -220,10 +209,8 @@ class DeviceMap:
         While an inner module computes, the offloaded tensors of its enclosing modules are also
         on the device, so they count.
         """
-        num_bytes = sum(unit.num_bytes for unit in self.units if unit.device == device)
-        return num_bytes + (
-            _visiting(self._offloaded_units()) if device == self.computes else 0
-        )
+        away = self._offloaded_units() if device == self.computes else []
+        return _num_bytes(self.units, device) + _visiting(away)
 
     @property
     def room(self) -> int:
@@ -261,20 +248,22 @@ class DeviceMap:
 
     def __str__(self) -> str:
         """Return a table of units, sizes and devices."""
-        rows = [
-            (unit.shown, arguments.format_bytes(unit.num_bytes), unit.device)
-            for unit in self.units
-        ]
-        widths = [max(len(row[i]) for row in [*rows, ("unit",) * 3]) for i in range(2)]
-        head = ("unit", "size", "where")
+        rows = [("unit", "size", "where")]
+        for unit in self.units:
+            size = arguments.format_bytes(unit.num_bytes)
+            rows.append((unit.shown, size, unit.device))
+        first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
         return "\n".join(
-            f"{name:<{widths[0]}}  {size:>{widths[1]}}  {where}"
-            for name, size, where in [head, *rows]
+            f"{n:<{first}}  {size:>{second}}  {at}" for n, size, at in rows
         )
 
     def _offloaded_units(self) -> list[Unit]:
-        away = {DISK} if self.computes == "cpu" else {"cpu", DISK}
-        return [unit for unit in self.units if unit.device in away]
+        return [unit for unit in self.units if offloads(self, unit.device)]
+
+
+def offloads(plan: DeviceMap, device: str) -> bool:
+    """Return whether the units that a plan places on a device compute on another device."""
+    return device in {"cpu", DISK} - {plan.computes}
 
 
 def plan_devices(
@@ -308,7 +297,6 @@ def plan_devices(
     units = [_unit(parts) for parts in units_of(model)]
     empty = DeviceMap((), budgets=limits)
     order = sorted(limits, key=lambda device: device == DISK)
-    offloads = order[-1] != empty.computes
     plan, at = list[Unit](), 0
     for number, unit in enumerate(units):
         while True:
@@ -316,7 +304,8 @@ def plan_devices(
                 raise ArgumentError(_too_small(unit, limits))
             device, limit = order[at], limits[order[at]]
             trial = attrs.evolve(unit, device=device)
-            rest = units[number + 1 :] if offloads and device == empty.computes else []
+            takes_guests = device == empty.computes and device != order[-1]
+            rest = units[number + 1 :] if takes_guests else []
             if not isinstance(limit, int) or _fits([*plan, trial], rest, device, limit):
                 plan.append(trial)
                 break
@@ -326,10 +315,12 @@ def plan_devices(
 
 def _fits(plan: list[Unit], rest: list[Unit], device: str, limit: int) -> bool:
     """Return whether a device has room for its units and for `rest`, placed or offloaded."""
-    num_bytes = sum(unit.num_bytes for unit in plan if unit.device == device)
-    if num_bytes + sum(unit.num_bytes for unit in rest) <= limit:
-        return True
-    return num_bytes + _visiting(rest) <= limit
+    all_there = sum(unit.num_bytes for unit in rest)
+    return _num_bytes(plan, device) + min(all_there, _visiting(rest)) <= limit
+
+
+def _num_bytes(units: Iterable[Unit], device: str) -> int:
+    return sum(unit.num_bytes for unit in units if unit.device == device)
 
 
 def _visiting(away: list[Unit]) -> int:
@@ -344,23 +335,20 @@ def _coming(guests: list[Unit]) -> int:
 def _at_once(away: list[Unit]) -> list[Unit]:
     """Return the offloaded units that are on the device at the same time, at the peak."""
     groups = [
-        [unit for unit in away if any(_is_within(name, key) for key in unit.names)]
+        [unit for unit in away if any(is_within(name, key) for key in unit.names)]
         for name in dict.fromkeys(name for unit in away for name in unit.names)
     ]
     return max(groups, key=_coming, default=[])
 
 
-def _is_within(name: str, module: str) -> bool:
+def is_within(name: str, module: str) -> bool:
     """Return whether the module `name` is `module`, or inside `module`."""
     return module in ("", name) or name.startswith(f"{module}.")
 
 
 def _too_small(unit: Unit, limits: Mapping[str, int | Path]) -> str:
-    sizes = ", ".join(
-        f"{n!r}: {arguments.format_bytes(b)}"
-        for n, b in limits.items()
-        if isinstance(b, int)
-    )
+    memory = {n: b for n, b in limits.items() if isinstance(b, int)}
+    sizes = ", ".join(f"{n!r}: {arguments.format_bytes(b)}" for n, b in memory.items())
     return (
         f"af.plan_devices(budgets={{{sizes}}}): after the units before it, no device has room for"
         f" the unit {unit.shown!r} of {arguments.format_bytes(unit.num_bytes)}. Units are never"

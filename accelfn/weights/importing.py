@@ -5,7 +5,7 @@ import math
 import mmap
 import os
 import sys
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
@@ -18,7 +18,9 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from accelfn.errors import ArgumentError, CheckpointError, ModelError
-from accelfn.plug import arguments, draws, files, load, model, tree
+from accelfn.plug import arguments, draws, files, load, tree
+from accelfn.plug import model as models
+from accelfn.weights.device_map import is_within, named_tensors
 from accelfn.weights.export import Shards, open_weights
 
 # Build models without parameter values: initializers do nothing, and reading values raises.
@@ -57,18 +59,15 @@ class Valueless(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            if any(leaf.is_meta for leaf in tree.tensor_leaves([args, kwargs])):
-                raise ModelError(_needs_values(name, error)) from error
-            raise
-
-
-def _needs_values(function: str, error: Exception) -> str:
-    reason = str(error).splitlines()[0].rstrip(".")
-    return (
-        f"The model reads values of its parameters in {function} while it is built, but in"
-        f" af.empty_weights() or a factory, parameters have no values: {reason}. Build the model"
-        " with values: af.import_model(Net(), files)."
-    )
+            if not any(leaf.is_meta for leaf in tree.tensor_leaves([args, kwargs])):
+                raise
+            reason = str(error).splitlines()[0].rstrip(".")
+            msg = (
+                f"The model reads values of its parameters in {name} while it is built, but in"
+                f" af.empty_weights() or a factory, parameters have no values: {reason}. Build the"
+                " model with values: af.import_model(Net(), files)."
+            )
+            raise ModelError(msg) from error
 
 
 # Build models with parameters on meta, but with real buffers.
@@ -104,7 +103,7 @@ def empty_weights() -> Generator[None]:
         ModelError: a module is lazy, so its parameters have no shape. Or a module reads values
             of its parameters while it is built, as `parametrizations.orthogonal` does.
     """
-    with model.parameters_on_meta(), Valueless():
+    with models.parameters_on_meta(), Valueless():
         yield
 
 
@@ -120,22 +119,14 @@ def build_model(caller: str, source: Source[M]) -> M:
     """
     if isinstance(source, nn.Module):
         return cast("M", source)
-    problem = (
-        f"{caller}(model={source!r}): expected a torch.nn.Module, or a function that returns"
-        " one"
-    )
-    if not callable(source):
-        msg = f"{problem}."
-        raise ModelError(msg)
-    error = arguments.call_mismatch(source)
-    if error is not None:
-        name = getattr(source, "__name__", "factory")
-        msg = f"{problem} without arguments: {error}. Write functools.partial({name}, ...)."
-        raise ModelError(msg) from error
+    models.check_factory(source)
     with empty_weights():
         model = source()
     if not isinstance(model, nn.Module):
-        msg = f"{problem}; it returned {type(model).__name__}."
+        msg = (
+            f"{caller}(model={source!r}): expected a function that returns a torch.nn.Module; it"
+            f" returned {type(model).__name__}."
+        )
         raise ModelError(msg)
     return model
 
@@ -149,7 +140,7 @@ def rebuild_buffers(
     """
     library = sys.modules.get("transformers.modeling_utils")
     values: dict[str, torch.Tensor] = {}
-    if not names or library is None:
+    if library is None:
         return values
     for prefix, part in model.named_modules():
         begin = f"{prefix}." if prefix else ""
@@ -205,8 +196,7 @@ class Maps:
 
     def map_tensor(self, name: str) -> Mapped:
         """Return a memory-mapped tensor, without reading it."""
-        path = self.shards.places[name]
-        entry = self.shards.tables[path].tensors[name]
+        path, entry = self.shards.places[name]
         if path not in self._opened:
             with files.open_plain(path) as stream:
                 # with ACCESS_COPY, writes to the tensor never change the file
@@ -267,8 +257,8 @@ class Target:
         tensors: the parameter or buffer; several if they share memory.
     """
 
-    names: tuple[str, ...]
-    tensors: tuple[torch.Tensor, ...]
+    names: list[str] = attrs.field(factory=list)
+    tensors: list[torch.Tensor] = attrs.field(factory=list)
 
 
 @attrs.frozen(kw_only=True)
@@ -285,7 +275,7 @@ class Placement:
 
     def device(self, name: str, old: torch.Tensor) -> torch.device:
         """Return the device for a tensor, from its name and the model's tensor."""
-        fitting = [prefix for prefix in self.device_map if _within(name, prefix)]
+        fitting = [prefix for prefix in self.device_map if is_within(name, prefix)]
         if fitting:
             return self.device_map[max(fitting, key=len)]
         return torch.device("cpu") if old.is_meta else old.device
@@ -345,7 +335,7 @@ def placement(
         raise ArgumentError(msg)
     devices: dict[str, torch.device] = {}
     for prefix, device in (device_map or {}).items():
-        if not any(_within(name, prefix) for name in _named_tensors(model)):
+        if not any(is_within(name, prefix) for name in _named_tensors(model)):
             modules = [name for name, _ in model.named_children()]
             msg = (
                 f"{caller}(device_map={{{prefix!r}: ...}}): the model has no module of this name."
@@ -397,14 +387,12 @@ def fill_model(
     pairs = _match_targets(targets, incoming, strict=strict)
     with draws.own_modes(torch.device("cpu")), torch.no_grad():
         _check_ties(targets, incoming, strict=strict)
-        places = _places(model)
-        for name in incoming.tensors:
-            target = pairs.get(name)
-            if target is not None:
-                _give(target, incoming, name, place, places)
+        places = places_of(model)
+        for name in filter(pairs.__contains__, incoming.tensors):
+            _give(pairs[name], incoming, name, place, places)
         for name, value in values.items():
             old = empty[name]
-            _set(old, value.to(place.device(name, old)), places.get(id(old), []))
+            _set(old, value.to(place.device(name, old)), places)
         ids = {id(tensor) for target in pairs.values() for tensor in target.tensors}
         for name, rest in _named_tensors(model).items():
             if id(rest) not in ids and not rest.is_meta and place.device_map:
@@ -431,7 +419,7 @@ def _give(
         torch.autograd.graph.increment_version(old)
         return
     for tensor in target.tensors:
-        _set(tensor, value, places.get(id(tensor), []))
+        _set(tensor, value, places)
 
 
 def _targets(model: nn.Module) -> list[Target]:
@@ -448,14 +436,14 @@ def _targets(model: nn.Module) -> list[Target]:
                 msg = f"{name} is a DTensor. Import the weights before you shard the model."
             raise ModelError(msg)
     ids = {id(tensor) for tensor in named.values()}
-    groups: dict[Any, tuple[list[str], list[torch.Tensor]]] = {}
+    targets: dict[Any, Target] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in ids:
-            names, tensors = groups.setdefault(_key(tensor), ([], []))
-            names.append(name)
-            if all(part is not tensor for part in tensors):
-                tensors.append(tensor)
-    return [Target(tuple(names), tuple(tensors)) for names, tensors in groups.values()]
+            target = targets.setdefault(_key(tensor), Target())
+            target.names.append(name)
+            if all(part is not tensor for part in target.tensors):
+                target.tensors.append(tensor)
+    return [*targets.values()]
 
 
 def _rebuild_missing(
@@ -559,23 +547,16 @@ def _check_ties(targets: list[Target], incoming: Incoming, *, strict: bool) -> N
             arguments.advise(msg)
 
 
-def _places(model: nn.Module) -> _Places:
+def places_of(model: nn.Module) -> _Places:
     """Return the modules that have each tensor of a model, and the names of the attributes."""
     places: _Places = {}
     for module in model.modules():
-        for name, tensor in _direct_tensors(module):
+        for name, tensor in named_tensors("", module, recurse=False).items():
             places.setdefault(id(tensor), []).append((module, name))
     return places
 
 
-def _direct_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(recurse=False, remove_duplicate=False)
-    yield from module.named_buffers(recurse=False, remove_duplicate=False)
-
-
-def _set(
-    old: torch.Tensor, value: torch.Tensor, places: list[tuple[nn.Module, str]]
-) -> None:
+def _set(old: torch.Tensor, value: torch.Tensor, places: _Places) -> None:
     """Set the values of a model's tensor, in its own memory if dtype and device fit.
 
     A tensor on meta is replaced in the modules that have it (`places`).
@@ -586,20 +567,14 @@ def _set(
         else:
             old.data = value
         return
-    new = value
-    if isinstance(old, nn.Parameter):
-        new = nn.Parameter(value, requires_grad=old.requires_grad)
-        vars(new).update(vars(old))
-    for module, name in places:
+    is_param = isinstance(old, nn.Parameter)
+    new = models.parameter_like(old, value) if is_param else value
+    for module, name in places.get(id(old), []):
         setattr(module, name, new)
 
 
 def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _within(name: str, prefix: str) -> bool:
-    return not prefix or name == prefix or name.startswith(f"{prefix}.")
 
 
 @arguments.explain_call_errors

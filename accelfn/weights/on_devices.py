@@ -3,8 +3,9 @@
 
 import os
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,15 +14,17 @@ import torch
 from torch import nn
 
 from accelfn.errors import ArgumentError, CheckpointError, ModelError
-from accelfn.plug import (
-    arguments,
-    devices,
-    files,
-    tree,
-)
+from accelfn.plug import arguments, devices, files, tree
 from accelfn.plug import model as models
 from accelfn.weights import importing
-from accelfn.weights.device_map import DISK, DeviceMap, Part, calls_of, units_of
+from accelfn.weights.device_map import (
+    DISK,
+    DeviceMap,
+    Part,
+    calls_of,
+    offloads,
+    units_of,
+)
 
 # Offloaded parameters, which are copied to the device while their module computes.
 
@@ -32,8 +35,8 @@ class Guest:
 
     param: torch.Tensor
     home: torch.Tensor
+    file: importing.Mapped | None
     device: torch.device
-    file: importing.Mapped | None = None
     ahead: torch.Tensor | None = None
     uses: int = 0
 
@@ -92,16 +95,13 @@ class Ahead:
 
     def within(self, stack: ExitStack, model: nn.Module) -> None:
         """Enable prefetching only in forward passes, because values may change between them."""
-
-        def begin(_module: nn.Module, _args: Any) -> None:
-            self._turn(runs=True)
-
-        def end(_module: nn.Module, _args: Any, _output: Any) -> None:
-            self._turn(runs=False)
-
         stack.callback(self._turn, runs=False)
-        stack.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
-        stack.callback(model.register_forward_hook(end, always_call=True).remove)
+        add_hooks(
+            stack,
+            model,
+            lambda *_: self._turn(runs=True),
+            lambda *_: self._turn(runs=False),
+        )
 
     def receive(self, guests: tuple[Guest, ...]) -> None:
         """Record a module's call. Wait for its parameters, and drop wrongly predicted copies."""
@@ -154,6 +154,22 @@ def _can_be_sent(guest: Guest) -> bool:
 # Hooks that copy offloaded parameters before a module's forward, and release them after it.
 
 
+def add_hooks(
+    stack: ExitStack,
+    module: nn.Module,
+    before: Callable[..., Any],
+    after: Callable[..., Any] | None = None,
+) -> None:
+    """Add hooks before and after a module's forward, until the end of the block.
+
+    The hook after a forward is also called if the forward raises an error.
+    """
+    hook = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    stack.callback(hook.remove)
+    if after is not None:
+        stack.callback(module.register_forward_hook(after, always_call=True).remove)
+
+
 def let_in(
     stack: ExitStack, module: nn.Module, guests: tuple[Guest, ...], loader: Ahead | None
 ) -> None:
@@ -162,7 +178,7 @@ def let_in(
     The parameters (guests) are also released if the forward raises an error.
     """
 
-    def before(_module: nn.Module, _args: Any) -> None:
+    def before(*_: Any) -> None:
         current = None if all(guest.uses for guest in guests) else loader
         if current is not None:
             current.receive(guests)
@@ -178,12 +194,11 @@ def let_in(
             )
             raise ModelError(msg)
 
-    def after(_module: nn.Module, _args: Any, _output: Any) -> None:
+    def after(*_: Any) -> None:
         for guest in guests:
             guest.go()
 
-    stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-    stack.callback(module.register_forward_hook(after, always_call=True).remove)
+    add_hooks(stack, module, before, after)
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -238,11 +253,18 @@ def on_devices(
         values = _values(model, named, weights)
         sources = stack.enter_context(_fill_parameters(model, values))
         stack.enter_context(models.mark_placed(model))
-        units = units_of(model)  # list the units again, after parameters were replaced
-        _settle(stack, model, plan, units, sources)
-        if {*plan.budgets} - {"cpu", DISK}:
-            _follow(stack, model, plan, units)
+        where = {name: unit.device for unit in plan.units for name in unit.names}
+        # list the units again, after parameters were replaced
+        placed = [(unit, where[unit[0].name]) for unit in units_of(model)]
+        _settle(stack, model, plan, placed, sources)
+        if plan.computes != "cpu":
+            _follow(stack, model, plan, placed)
         yield model
+
+
+def _runs_on(plan: DeviceMap, place: str) -> torch.device:
+    """Return the device where the units at a place of a plan compute."""
+    return torch.device(plan.computes if offloads(plan, place) else place)
 
 
 def _check_plan(plan: DeviceMap, units: list[list[Part]]) -> None:
@@ -252,37 +274,33 @@ def _check_plan(plan: DeviceMap, units: list[list[Part]]) -> None:
             " budgets)."
         )
         raise ArgumentError(msg)
-    part_names = {part.name for unit in units for part in unit}
+    for problem in _plan_problems(plan, units):
+        msg = (
+            f"af.on_devices(model, plan): the plan {problem}. Make a plan for this model:"
+            " af.plan_devices(model, budgets)."
+        )
+        raise ArgumentError(msg)
+
+
+def _plan_problems(plan: DeviceMap, units: list[list[Part]]) -> Iterator[str]:
+    name_sets = [{part.name for part in unit} for unit in units]
+    part_names = set[str]().union(*name_sets)
     plan_names = [name for unit in plan.units for name in unit.names]
     gaps = [name or "the model's own tensors" for name in part_names - {*plan_names}]
     if gaps:
-        msg = (
-            f"af.on_devices(model, plan): the plan does not have {', '.join(sorted(gaps)[:10])} of"
-            " this model. Make a plan for this model: af.plan_devices(model, budgets)."
-        )
-        raise ArgumentError(msg)
+        yield f"does not have {', '.join(sorted(gaps)[:10])} of this model"
     unknown = sorted({*plan_names} - part_names)
-    if unknown or len(plan_names) != len({*plan_names}):
-        twice = sorted({name for name in plan_names if plan_names.count(name) > 1})
-        msg = (
-            "af.on_devices(model, plan): the plan has modules that this model does not have, or"
-            f" has a module twice: {', '.join([*unknown, *twice][:10])}. Make a plan for this"
-            " model: af.plan_devices(model, budgets)."
+    twice = sorted({name for name in plan_names if plan_names.count(name) > 1})
+    if unknown or twice:
+        yield (
+            "has modules that this model does not have, or has a module twice:"
+            f" {', '.join([*unknown, *twice][:10])}"
         )
-        raise ArgumentError(msg)
-    name_sets = [{part.name for part in unit} for unit in units]
     for unit in plan.units:
-        if {*unit.names} not in name_sets or unit.device not in plan.budgets:
-            why = (
-                f"has no budget for the device {unit.device!r} of {unit.shown}"
-                if {*unit.names} in name_sets
-                else f"places {unit.shown} as one unit, but this model has other units"
-            )
-            msg = (
-                f"af.on_devices(model, plan): the plan {why}. Make a plan for this model:"
-                " af.plan_devices(model, budgets)."
-            )
-            raise ArgumentError(msg)
+        if {*unit.names} not in name_sets:
+            yield f"places {unit.shown} as one unit, but this model has other units"
+        if unit.device not in plan.budgets:
+            yield f"has no budget for the device {unit.device!r} of {unit.shown}"
 
 
 def _values(
@@ -292,14 +310,14 @@ def _values(
 ) -> dict[int, importing.Mapped]:
     """Return memory-mapped values for parameters on meta, by the parameter's id."""
     empty = [name for name, tensor in named.items() if tensor.is_meta]
-    if not empty and weights is not None:
+    if not empty:
+        if weights is None:
+            return {}
         msg = (
             f"af.on_devices(weights={str(weights)!r}): the model {type(model).__name__} already"
             " has values. Leave out weights=, or create the model under af.empty_weights()."
         )
         raise ArgumentError(msg)
-    if not empty:
-        return {}
     if weights is None:
         msg = (
             f"af.on_devices: parameters of {type(model).__name__} have no values:"
@@ -373,77 +391,52 @@ def _fill_parameters(
     model: nn.Module, values: Mapping[int, importing.Mapped]
 ) -> Generator[dict[int, importing.Mapped]]:
     """In a `with` block: replace parameters on meta by parameters with memory-mapped values."""
-    new_params: dict[int, nn.Parameter] = {}
-    places = [
-        (module, name, param)
-        for module in model.modules()
-        for name, param in module.named_parameters(
-            recurse=False, remove_duplicate=False
-        )
-        if id(param) in values
-    ]
-    for _, _, param in places:
-        if id(param) not in new_params:
-            new = nn.Parameter(
-                values[id(param)].tensor, requires_grad=param.requires_grad
-            )
-            vars(new).update(vars(param))
-            new_params[id(param)] = new
+    old = {id(p): p for p in model.parameters() if id(p) in values}
+    new = {key: models.parameter_like(p, values[key].tensor) for key, p in old.items()}
+    places = importing.places_of(model)
+
+    def put(params: Mapping[int, nn.Parameter]) -> None:
+        for key, param in params.items():
+            for module, name in places[key]:
+                setattr(module, name, param)
+
     try:
-        for module, name, param in places:
-            setattr(module, name, new_params[id(param)])
-        yield {id(new_params[key]): value for key, value in values.items()}
+        put(new)
+        yield {id(param): values[key] for key, param in new.items()}
     finally:
-        for module, name, param in places:
-            setattr(module, name, param)
+        put(old)
 
 
 def _settle(
     stack: ExitStack,
     model: nn.Module,
     plan: DeviceMap,
-    units: list[list[Part]],
+    placed: list[tuple[list[Part], str]],
     sources: Mapping[int, importing.Mapped],
 ) -> None:
     """Move each unit to its device, and add hooks for offloaded units."""
-    where = {name: unit.device for unit in plan.units for name in unit.names}
-    away = {DISK} if plan.computes == "cpu" else {"cpu", DISK}
     loader = Ahead.on(torch.device(plan.computes), plan.room)
-    for unit in units:
-        place = where[unit[0].name]
-        runs = torch.device(plan.computes if place in away else place)
+    for unit, place in placed:
+        runs = _runs_on(plan, place)
         tensors = {id(t): (n, t) for part in unit for n, t in part.tensors.items()}
         params = {n: t for n, t in tensors.values() if isinstance(t, nn.Parameter)}
         for name, tensor in tensors.values():
             if name not in params and tensor.device != runs:
                 _move(stack, tensor, runs, keep=True)
-        if place not in away:
+        if not offloads(plan, place):
             for param in params.values():
                 if param.device != runs or id(param) in sources:
                     _move(stack, param, runs, copy=id(param) in sources)
             continue
         homes = _homes(stack, params, place, plan, sources)
-        guests = {
-            id(param): Guest(param, home, runs, file)
-            for param, (home, file) in zip(params.values(), homes, strict=True)
-        }
-        _invite(stack, unit, guests, loader)
+        guests = {id(g.param): g for g in (Guest(*home, runs) for home in homes)}
+        for guest in guests.values():  # after Ctrl-C, some may still be on the device
+            stack.callback(setattr, guest.param, "data", guest.home)
+        for module, some in (call for part in unit for call in calls_of(part)):
+            ids = dict.fromkeys(id(t) for t in some if id(t) in guests)
+            let_in(stack, module, tuple(guests[key] for key in ids), loader)
     if loader is not None:
         loader.within(stack, model)
-
-
-def _invite(
-    stack: ExitStack,
-    unit: list[Part],
-    guests: Mapping[int, Guest],
-    loader: Ahead | None,
-) -> None:
-    """Add hooks to all modules of a unit that may be called. Release all parameters at the end."""
-    for guest in guests.values():  # after Ctrl-C, some may still be on the device
-        stack.callback(setattr, guest.param, "data", guest.home)
-    for call in [c for part in unit for c in calls_of(part)]:
-        some = {id(t): guests[id(t)] for t in call.tensors if id(t) in guests}
-        let_in(stack, call.module, tuple(some.values()), loader)
 
 
 def _move(
@@ -472,8 +465,8 @@ def _homes(
     place: str,
     plan: DeviceMap,
     files_of: Mapping[int, importing.Mapped],
-) -> list[tuple[torch.Tensor, importing.Mapped | None]]:
-    """Move parameters to host memory or disk. Return the offloaded tensors and their files."""
+) -> list[tuple[torch.Tensor, torch.Tensor, importing.Mapped | None]]:
+    """Move parameters to host memory or disk. Return them, their values and their files."""
     sources = {n: files_of.get(id(p)) for n, p in params.items()}
     write = {n: p for n, p in params.items() if place == DISK and sources[n] is None}
     if write:
@@ -496,7 +489,7 @@ def _homes(
             stack.callback(_read_back, param, file.tensor, before)
         elif place == "cpu" and param.device.type != "cpu":
             _move(stack, param, torch.device("cpu"))
-    return [(param.data, sources[name]) for name, param in params.items()]
+    return [(param, param.data, sources[name]) for name, param in params.items()]
 
 
 def _read_back(param: torch.Tensor, source: torch.Tensor, device: torch.device) -> None:
@@ -519,38 +512,28 @@ def _check_unshared(params: Mapping[str, torch.Tensor]) -> None:
 
 
 def _follow(
-    stack: ExitStack, model: nn.Module, plan: DeviceMap, units: list[list[Part]]
+    stack: ExitStack,
+    model: nn.Module,
+    plan: DeviceMap,
+    placed: list[tuple[list[Part], str]],
 ) -> None:
     """Add hooks that move inputs to each unit's device, and outputs to the inputs' device."""
-    where = {name: unit.device for unit in plan.units for name in unit.names}
     came: list[torch.device | None] = []
 
-    def moving(device: torch.device) -> Any:
-        def move(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return tuple(tree.to_device([args, kwargs], device, opaque=False))
+    def move(device: torch.device, _module: nn.Module, *inputs: Any) -> Any:
+        return tuple(tree.to_device([*inputs], device, opaque=False))
 
-        return move
-
-    def begin(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        tensors = tree.tensor_leaves([args, kwargs])
+    def begin(_module: nn.Module, *inputs: Any) -> None:
+        tensors = tree.tensor_leaves([*inputs])
         came.append(tensors[0].device if tensors else None)
 
     def end(_module: nn.Module, _args: Any, output: Any) -> Any:
         device = came.pop()
-        return (
-            output if device is None else tree.to_device(output, device, opaque=False)
-        )
+        if device is None:
+            return output
+        return tree.to_device(output, device, opaque=False)
 
-    for unit in units:
-        place = where[unit[0].name]
-        device = torch.device(plan.computes if place in {"cpu", DISK} else place)
-        for module in [call.module for part in unit for call in calls_of(part)]:
-            stack.callback(
-                module.register_forward_pre_hook(
-                    moving(device), prepend=True, with_kwargs=True
-                ).remove
-            )
-    stack.callback(
-        model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True).remove
-    )
-    stack.callback(model.register_forward_hook(end, always_call=True).remove)
+    for unit, place in placed:
+        for module, _ in (call for part in unit for call in calls_of(part)):
+            add_hooks(stack, module, partial(move, _runs_on(plan, place)))
+    add_hooks(stack, model, begin, end)
