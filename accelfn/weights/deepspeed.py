@@ -5,6 +5,7 @@ Each rank saved its part of ZeRO's flat tensors in an optimizer file. The model 
 and the shapes of the parameters in the flat tensors.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -104,7 +105,7 @@ def parts_of(tag: Path, files: Iterable[str]) -> list[Part]:
 
 
 def _part(file: Path) -> Part:
-    part = torch_files.load_plain(file, _ADVICE, shut=_SHUT)["optimizer_state_dict"]
+    part = load_file(file)["optimizer_state_dict"]
     cuts_each = "fp32_flat_groups" in part
     key = "fp32_flat_groups" if cuts_each else "single_partition_of_fp32_groups"
     if key not in part:
@@ -115,9 +116,7 @@ def _part(file: Path) -> Part:
     entries = tuple(_entries_of_groups(inner))
     count = part["partition_count"]
     counts = frozenset(map(int, count if isinstance(count, list) else [count]))
-    flat = all(
-        isinstance(master, torch.Tensor) and master.ndim == 1 for master in masters
-    )
+    flat = all(isinstance(m, torch.Tensor) and m.ndim == 1 for m in masters)
     if not flat or len(entries) != len(masters) or not counts:
         msg = (
             f"{file} has {len(masters)} flat tensors of weights, and {len(entries)} entries of"
@@ -228,16 +227,14 @@ def _cut_across(
 ) -> dict[str, list[_Place]]:
     """Return the places of parameters at stages 1 and 2: groups split over the ranks."""
     places: dict[str, list[_Place]] = {}
-    at = 0
+    bounds, at = [*itertools.pairwise(itertools.accumulate([0, *sizes]))], 0
     for index, (name, shape) in enumerate(shapes.items()):
         end = at + math.prod(shape)
-        places[name] = []
-        begin = 0
-        for rank, size in enumerate(sizes):
-            first, last = max(at, begin), min(end, begin + size)
-            if first < last:
-                places[name].append((rank, first - begin, last - first))
-            begin += size
+        places[name] = [
+            (rank, max(at, first) - first, min(end, last) - max(at, first))
+            for rank, (first, last) in enumerate(bounds)
+            if max(at, first) < min(end, last)
+        ]
         at = end + (paddings[index] if paddings else 0)
     return places
 
@@ -280,16 +277,18 @@ def _entry(
     for key, first in rank_entries[0].items():
         values = [e.get(key) for e in rank_entries]
         if isinstance(first, torch.Tensor) and first.ndim:
-            for value, size in zip(values, sizes, strict=True):
-                # longer tensors are valid: they have the padding after a group
-                if getattr(value, "ndim", 0) != 1 or len(cast("Any", value)) < size:
-                    shapes = [tuple(getattr(value, "shape", ())) for value in values]
-                    msg = (
-                        f"{tag}: the optimizer's {key!r} has the shapes {shapes} on the ranks,"
-                        f" but the weights have the sizes {sizes}. af.import_state cannot read"
-                        " the state of such an optimizer."
-                    )
-                    raise CheckpointCorruptError(msg)
+            shapes = [tuple(getattr(value, "shape", ())) for value in values]
+            # longer tensors are valid: they have the padding after a group
+            fits = [
+                len(s) == 1 and s[0] >= n for s, n in zip(shapes, sizes, strict=True)
+            ]
+            if not all(fits):
+                msg = (
+                    f"{tag}: the optimizer's {key!r} has the shapes {shapes} on the ranks, but"
+                    f" the weights have the sizes {sizes}. af.import_state cannot read the"
+                    " state of such an optimizer."
+                )
+                raise CheckpointCorruptError(msg)
             entry[key] = _piece(shape, cast("list[torch.Tensor]", values), places)
         elif key == "step":
             entry[key] = torch.as_tensor(first, dtype=torch.float32)
@@ -404,9 +403,8 @@ def _check_kind(tag: Path, files: Sequence[str]) -> None:
     elif any(file.startswith("layer_") for file in files):
         problem = "was saved by pipeline parallelism, with a file for each layer"
     elif several:
-        problem = (
-            f"has a model that was split over ranks (it has mp_rank_{min(several)})"
-        )
+        other = min(several)
+        problem = f"has a model that was split over ranks (it has mp_rank_{other})"
     elif "offloaded_tensors" in files:
         problem = "has an optimizer whose tensors were on NVMe, in other files"
     elif "zero" in files and not any(PART_FILE.fullmatch(file) for file in files):

@@ -13,7 +13,10 @@ import re
 import threading
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar, cast
@@ -75,7 +78,9 @@ def import_torch_weights(
 
     def open_files() -> importing.Incoming:
         table = state_dict_of(path)
-        return importing.Incoming(str(file), table, lambda name: _dense(table[name]))
+        # copy into new memory, because a memory-mapped file can change
+        copy = partial(torch.clone, memory_format=torch.contiguous_format)
+        return importing.Incoming(str(file), table, lambda n: copy(table[n].detach()))
 
     return importing.fill_model(
         "af.import_torch_weights",
@@ -85,11 +90,6 @@ def import_torch_weights(
         dtype=dtype,
         strict=strict,
     )
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor in new memory, because a memory-mapped file can change."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def state_dict_of(path: Path) -> dict[str, torch.Tensor]:
@@ -134,7 +134,10 @@ def load_plain(file: Path, advice: str, *, shut: Collection[str] = ()) -> Any:
         with _ONE, stands:
             return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
-        brought = ", ".join(_brought(file) - {*shut})
+        names = set[str]()
+        with suppress(Exception):  # only details of an error that is raised anyway
+            names |= {*torch.serialization.get_unsafe_globals_in_checkpoint(file)}
+        brought = ", ".join(names - {*shut})
         msg = (
             f"{file} was not read: it contains more than tensors and plain data, or is not a file"
             " of torch.save. Reading it could run code that the file"
@@ -162,14 +165,6 @@ def is_stored_zip(stream: IO[bytes]) -> bool:
             msg = f"its part {name!r} is compressed, but torch.save never compresses"
             raise ValueError(msg)
     return True
-
-
-def _brought(file: Path) -> set[str]:
-    """Return the names of classes and functions in a file that torch refuses to load."""
-    try:
-        return {*torch.serialization.get_unsafe_globals_in_checkpoint(file)}
-    except Exception:  # noqa: BLE001 - only details of an error that is raised anyway
-        return set()
 
 
 def _of_file(file: Path) -> dict[str, torch.Tensor]:
@@ -203,22 +198,21 @@ def _is_dense(value: object) -> bool:
 METADATA = ".metadata"
 _LARGEST = 1_000_000_000
 """Maximum size of `.metadata` in bytes: a thousand times the size for a large model."""
-_RECORDS = "torch.distributed.checkpoint.metadata"
-_KNOWN = {
-    *(
-        (_RECORDS, name)
-        for name in (
-            *("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-            *("TensorStorageMetadata", "BytesStorageMetadata"),
-            *("ChunkStorageMetadata", "TensorProperties"),
-        )
+_PATHS = ("Path", "PosixPath", "PurePosixPath")
+_KNOWN: Mapping[str, Collection[str]] = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "BytesStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties"),
     ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(("torch", "Size"), ("torch.serialization", "_get_layout")),
-    *(("pathlib", name) for name in ("Path", "PosixPath", "PurePosixPath")),
-    *(("pathlib._local", name) for name in ("Path", "PosixPath", "PurePosixPath")),
-    ("collections", "OrderedDict"),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+    "collections": ("OrderedDict",),
 }
+"""The classes and functions that torch's records need, by module."""
 _STATE = re.compile(r"(?P<prefix>(?:.*\.)?)state\.(?P<rest>.+)")
 
 
@@ -227,7 +221,7 @@ class _Records(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class, function or dtype that torch's records need; reject all others."""
-        if (module, name) in _KNOWN:
+        if name in _KNOWN.get(module, ()):
             return getattr(import_module(module), name)
         value = getattr(torch, name, None) if module == "torch" else None
         if isinstance(value, torch.dtype):
@@ -293,8 +287,7 @@ class _Window(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Set and return the position; a position before the first byte becomes 0."""
-        bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}
-        self._at = max(bases[whence] + offset, 0)
+        self._at = max((0, self._at, self._length)[whence] + offset, 0)
         return self._at
 
     def readinto(self, buffer: Any) -> int:
@@ -418,12 +411,12 @@ def _prefix(
     """Return the prefix of the names that most parameters have, such as "model."."""
     if under is not None:
         return f"{under}." if under else ""
-    counts: dict[str, int] = {}
-    for name in params:
-        for key in keys:
-            if key == name or key.endswith(f".{name}"):
-                before = key.removesuffix(name)
-                counts[before] = counts.get(before, 0) + 1
+    counts = Counter(
+        key.removesuffix(name)
+        for name in params
+        for key in keys
+        if key == name or key.endswith(f".{name}")
+    )
     most = [prefix for prefix, n in counts.items() if n == max(counts.values())]
     if len(most) > 1:
         several = ", ".join(repr(prefix.removesuffix(".")) for prefix in sorted(most))
