@@ -159,8 +159,8 @@ def import_state(
     folder = arguments.as_path(call, directory, "a folder")
 
     def read() -> tuple[dict[str, Any], load.Loaded]:
-        found = _find_training(state, folder, under)
-        return foreign.read_fields(state, folder, found, strict=strict)
+        source = _find_training(state, folder, under)
+        return foreign.read_fields(state, folder, source, strict=strict)
 
     fields, report = load.read_all_or_none(state, read)
     new = save.with_fields(state, fields).with_setup(state.setup)

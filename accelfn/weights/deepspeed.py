@@ -435,8 +435,10 @@ def _model(
         msg = f"{tag / names[0]} has no shapes of parameters; its keys are {sorted(model)}."
         raise CheckpointCorruptError(msg)
     module = cast("Mapping[str, torch.Tensor]", model["module"])
-    whole = model["buffer_names"] if cuts_each else module
-    weights: dict[str, foreign.Saved] = {name: module[name].detach() for name in whole}
+    full_names = model["buffer_names"] if cuts_each else module
+    weights: dict[str, foreign.Saved] = {
+        name: module[name].detach() for name in full_names
+    }
     frozen_shapes = model.get("frozen_param_shapes") if cuts_each else {}
     shapes = shapes_of(frozen_shapes or {})
     if shapes:

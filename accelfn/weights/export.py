@@ -382,7 +382,7 @@ def export_model(
     job.run_on_all(exchange, commit.Phase.BEGIN, begin)
     plan = split_into_files(tensors, limit)
     for file, names in plan.items():
-        file_tensors = _gather_to_main({n: tensors[n] for n in names}, state.world)
+        file_tensors = _gather_to_main({n: tensors[n] for n in names}, job, state.world)
         job.run_on_all(
             exchange,
             commit.Phase.WRITE,
@@ -485,7 +485,7 @@ def save_pretrained(
         save.exchange_of(state, "save_pretrained"),
     )
     job.run_on_all(exchange, commit.Phase.BEGIN, lambda: commit.begin(job))
-    tensors = _gather_to_main({**params, **state.buffers}, state.world)
+    tensors = _gather_to_main({**params, **state.buffers}, job, state.world)
 
     def write() -> None:
         if job.rank == 0:
@@ -549,11 +549,11 @@ def _gather(
 
 
 def _gather_to_main(
-    tensors: Mapping[str, torch.Tensor], world: World
+    tensors: Mapping[str, torch.Tensor], job: commit.Save, world: World
 ) -> dict[str, torch.Tensor]:
     """Gather sharded tensors; return all tensors on rank 0, and {} on other ranks."""
     label = "gather what is exported"
-    return _gather(tensors, world, label=label, keep=world.rank == 0)
+    return _gather(tensors, world, label=label, keep=job.rank == 0)
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:

@@ -70,11 +70,11 @@ Saved: TypeAlias = Piece | torch.Tensor
 """A saved tensor: in files, or in memory."""
 
 
-def _read(saved: Saved, box: slices.Slice) -> torch.Tensor:
+def _read(value: Saved, box: slices.Slice) -> torch.Tensor:
     """Read a slice of a saved tensor into new memory."""
-    if isinstance(saved, Piece):
-        return saved.read(box)
-    return box.of(saved).clone(memory_format=torch.contiguous_format)
+    if isinstance(value, Piece):
+        return value.read(box)
+    return box.of(value).clone(memory_format=torch.contiguous_format)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -113,22 +113,22 @@ def read_fields(
     aliases = state.definition.skeleton.aliases
     weights = {aliases.get(n, n): weight for n, weight in source.weights.items()}
     entries = {aliases.get(n, n): entry for n, entry in source.entries.items()}
-    known = {*state.params, *state.buffers}
-    strange = [source.prefix + n for n in weights if n not in known]
-    weights = {n: weight for n, weight in weights.items() if n in known}
+    model_names = {*state.params, *state.buffers}
+    strange = [source.prefix + n for n in weights if n not in model_names]
+    weights = {n: weight for n, weight in weights.items() if n in model_names}
     persistent = state.definition.skeleton.persistent
     buffers = {n: b for n, b in state.buffers.items() if n in persistent}
     targets = {**state.params, **buffers}
     _check_names(folder, targets, weights, strange, strict=strict)
     _check_kept(state, entries, folder)
     fields = save.fields_of(state.copy())
-    loaded, cast = list[str](), dict[str, str]()
+    loaded_names, cast = list[str](), dict[str, str]()
     for field in ("params", "buffers"):
         fields[field] = table = dict(fields[field])
         for name in filter(weights.__contains__, table):
             where, key = f"{folder}: {name}", f"{field}.{name}"
             table[name] = _place(where, key, weights[name], table[name], cast)
-            loaded.append(key)
+            loaded_names.append(key)
     opt_state = {
         name: {
             key: _entry(
@@ -157,7 +157,7 @@ def read_fields(
     missing += [] if step is not None else ["step"]
     report = load.Loaded(
         state=state,
-        loaded=(*loaded, *(f"opt_state.{n}" for n in opt_state)),
+        loaded=(*loaded_names, *(f"opt_state.{n}" for n in opt_state)),
         missing=tuple(missing),
         unexpected=(*strange, *source.left),
         cast=cast,
@@ -195,18 +195,18 @@ def _check_names(
 
 
 def _place(
-    where: str, name: str, saved: Saved, old: torch.Tensor, cast: dict[str, str]
+    where: str, name: str, value: Saved, old: torch.Tensor, cast: dict[str, str]
 ) -> torch.Tensor:
     """Read this rank's slice of a saved tensor, and convert it to the state's dtype and device.
 
     Args:
         where: the name of the tensor in errors.
         name: the name of the tensor in the report.
-        saved: the saved tensor.
+        value: the saved tensor.
         old: the state's tensor.
         cast: a dict; this function adds an entry for a converted dtype.
     """
-    values = _read(saved, slices.slice_of(old) or slices.Slice.whole(old.shape))
+    values = _read(value, slices.slice_of(old) or slices.Slice.whole(old.shape))
     if values.dtype != old.dtype:
         cast[name] = f"{values.dtype} to {old.dtype}"
         values = load.convert_dtype(values, old.dtype, where)

@@ -255,10 +255,10 @@ def on_devices(
         stack.enter_context(models.mark_placed(model))
         where = {name: unit.device for unit in plan.units for name in unit.names}
         # list the units again, after parameters were replaced
-        placed = [(unit, where[unit[0].name]) for unit in units_of(model)]
-        _settle(stack, model, plan, placed, sources)
+        unit_places = [(unit, where[unit[0].name]) for unit in units_of(model)]
+        _settle(stack, model, plan, unit_places, sources)
         if plan.computes != "cpu":
-            _follow(stack, model, plan, placed)
+            _follow(stack, model, plan, unit_places)
         yield model
 
 
@@ -395,28 +395,28 @@ def _fill_parameters(
     new = {key: models.parameter_like(p, values[key].tensor) for key, p in old.items()}
     places = importing.places_of(model)
 
-    def put(params: Mapping[int, nn.Parameter]) -> None:
+    def set_params(params: Mapping[int, nn.Parameter]) -> None:
         for key, param in params.items():
             for module, name in places[key]:
                 setattr(module, name, param)
 
     try:
-        put(new)
+        set_params(new)
         yield {id(param): values[key] for key, param in new.items()}
     finally:
-        put(old)
+        set_params(old)
 
 
 def _settle(
     stack: ExitStack,
     model: nn.Module,
     plan: DeviceMap,
-    placed: list[tuple[list[Part], str]],
+    unit_places: list[tuple[list[Part], str]],
     sources: Mapping[int, importing.Mapped],
 ) -> None:
     """Move each unit to its device, and add hooks for offloaded units."""
     loader = Ahead.on(torch.device(plan.computes), plan.room)
-    for unit, place in placed:
+    for unit, place in unit_places:
         runs = _runs_on(plan, place)
         tensors = {id(t): (n, t) for part in unit for n, t in part.tensors.items()}
         params = {n: t for n, t in tensors.values() if isinstance(t, nn.Parameter)}
@@ -515,7 +515,7 @@ def _follow(
     stack: ExitStack,
     model: nn.Module,
     plan: DeviceMap,
-    placed: list[tuple[list[Part], str]],
+    unit_places: list[tuple[list[Part], str]],
 ) -> None:
     """Add hooks that move inputs to each unit's device, and outputs to the inputs' device."""
     came: list[torch.device | None] = []
@@ -533,7 +533,7 @@ def _follow(
             return output
         return tree.to_device(output, device, opaque=False)
 
-    for unit, place in placed:
+    for unit, place in unit_places:
         for module, _ in (call for part in unit for call in calls_of(part)):
             add_hooks(stack, module, partial(move, _runs_on(plan, place)))
     add_hooks(stack, model, begin, end)
