@@ -218,7 +218,7 @@ class Scale(nn.Module):
 
 @pytest.mark.parametrize(
     "model",
-    [partial(player, 3), partial(Scale, "metrics"), partial(Scale, "buffers")],
+    [partial(player, 3), partial(Scale, "metrics"), partial(Scale, "buffers_scale")],
     ids=["any", "metrics", "buffers"],
 )
 def test_replicas_that_drift_are_found(model):
