@@ -5,8 +5,7 @@ The backward pass of one collective of a pair runs the other. The pairs are copy
 all-gather and scatter; and, for split sequences, reduce-scatter and all-gather.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,17 +47,9 @@ def reduce_scatter(tensor: torch.Tensor, dim: int, ranks: World) -> torch.Tensor
     return _differentiable(tensor, dim, ranks, _sum_of_part, all_parts)
 
 
-Collective: TypeAlias = Callable[[torch.Tensor, int, World], torch.Tensor]
-
-
-def _differentiable(
-    tensor: torch.Tensor, dim: int, ranks: World, run: Collective, back: Collective
-) -> torch.Tensor:
-    """Run the collective `run`. The backward pass of `run` is `back`, and vice versa."""
-    return cast("Any", _Collective).apply(tensor, dim, ranks, run, back)
-
-
 class _Collective(torch.autograd.Function):
+    """Runs the collective `run`. The backward pass of `run` is `back`, and vice versa."""
+
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, *how: Any) -> torch.Tensor:
         ctx.how = dim, ranks, run, _ = how
@@ -69,6 +60,9 @@ class _Collective(torch.autograd.Function):
         dim, ranks, run, back = ctx.how
         gradient = _differentiable(gradients[0], dim, ranks, back, run)
         return gradient, None, None, None, None
+
+
+_differentiable: Any = _Collective.apply
 
 
 def _same(tensor: torch.Tensor, *_: object) -> torch.Tensor:

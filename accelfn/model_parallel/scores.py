@@ -9,6 +9,7 @@ needs memory for the scores of all words.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -120,9 +121,9 @@ class Scores(torch.Tensor):
         """Call a function on the parts if possible, otherwise on the gathered scores."""
         del types
         kwargs = kwargs or {}
-        first = args[0] if args else None
-        if isinstance(first, Scores):
-            result = _by_parts(func, first, args[1:], kwargs)
+        handler = _HANDLERS.get(func)
+        if handler is not None and args and isinstance(args[0], Scores):
+            result = handler(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         if func in _COMMUTATIVE and len(args) == 2 and isinstance(args[1], Scores):
@@ -148,13 +149,9 @@ class Scores(torch.Tensor):
 
 def gather_scores(results: Any) -> Any:
     """Gather all split scores in a tree of results; a collective if there are any."""
-    return tree.tree_map(_gather_leaf, results)
-
-
-def _gather_leaf(leaf: Any) -> Any:
-    if not isinstance(leaf, Scores):
-        return leaf
-    return leaf.full_tensor()
+    return tree.tree_map(
+        lambda leaf: leaf.full_tensor() if isinstance(leaf, Scores) else leaf, results
+    )
 
 
 def _part(scores: Scores) -> torch.Tensor:
@@ -162,32 +159,18 @@ def _part(scores: Scores) -> torch.Tensor:
         return scores.as_subclass(torch.Tensor)
 
 
-def _shape(scores: Scores) -> list[int]:
-    shape = list(_part(scores).shape)
-    shape[scores._dim] *= scores._ranks.size
-    return shape
+def _property(func: Any, scores: Scores, *args: Any, **options: Any) -> Any:
+    """Return a property that is equal for a part and for all scores."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(scores, *args, **options)
 
 
-def _by_parts(func: Any, scores: Scores, args: tuple[Any, ...], options: Any) -> Any:
-    """Call a function on the parts; return NotImplemented if it needs all scores."""
-    if func in _PART_PROPERTIES:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(scores, *args, **options)
-    handler = _HANDLERS.get(func)
-    if handler is not None:
-        return handler(scores, *args, **options)
-    if func in _ELEMENTWISE:
-        return _elementwise(func, scores, args, options)
-    return NotImplemented
-
-
-def _elementwise(func: Any, scores: Scores, args: Any, options: Any) -> Any:
+def _elementwise(func: Any, scores: Scores, *args: Any, **options: Any) -> Any:
     """Apply an elementwise function; gradients of scalar arguments are summed over ranks."""
     part, ranks = _part(scores), scores._ranks
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    if any(arg.ndim or isinstance(arg, Scores) for arg in tensors):
-        return NotImplemented
-    if any(isinstance(option, torch.Tensor) for option in options.values()):
+    has_tensor = any(isinstance(option, torch.Tensor) for option in options.values())
+    if has_tensor or any(arg.ndim or isinstance(arg, Scores) for arg in tensors):
         return NotImplemented
     inputs = [
         copy_to_ranks(arg, ranks) if getattr(arg, "requires_grad", False) else arg
@@ -197,8 +180,9 @@ def _elementwise(func: Any, scores: Scores, args: Any, options: Any) -> Any:
 
 
 def _size(scores: Scores, dim: int | None = None) -> Any:
-    shape = torch.Size(_shape(scores))
-    return shape if dim is None else shape[dim]
+    shape = list(_part(scores).shape)
+    shape[scores._dim] *= scores._ranks.size
+    return torch.Size(shape) if dim is None else shape[dim]
 
 
 def _transpose(scores: Scores, a: int = -2, b: int = -1) -> Scores:
@@ -223,7 +207,7 @@ def _flatten(scores: Scores, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 
 def _view(scores: Scores, *sizes: Any) -> Any:
-    part, shape = _part(scores), _shape(scores)
+    part, shape = _part(scores), _size(scores)
     new: Any = sizes[0] if isinstance(sizes[0], (tuple, list)) else sizes
     if scores._dim != part.ndim - 1 or not all(isinstance(n, int) for n in new):
         return NotImplemented
@@ -240,9 +224,9 @@ def _index(scores: Scores, index: Any) -> Any:
     if scores._dim != part.ndim - 1 or not all(map(_is_index, index)):
         return NotImplemented
     *before, last = index or (...,)
-    if isinstance(last, slice) and last == slice(None):
-        return Scores.of(part[index], scores._ranks)
-    if any(item is ... for item in before) or _num_taken(index) >= part.ndim:
+    has_all = isinstance(last, slice) and last == slice(None)
+    is_short = not any(item is ... for item in before)
+    if not has_all and (not is_short or _num_taken(index) >= part.ndim):
         return NotImplemented
     return Scores.of(part[index], scores._ranks)
 
@@ -262,6 +246,25 @@ def _num_taken(index: tuple[Any, ...]) -> int:
 
 
 _T = torch.Tensor
+_ELEMENTWISE = (
+    *(_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type, _T.contiguous),
+    *(_T.clone, _T.detach, torch.clone, torch.detach, _T.tanh, torch.tanh),
+    *(_T.mul, torch.mul, _T.__mul__, _T.__rmul__, _T.div, torch.div, _T.__truediv__),
+    *(_T.add, torch.add, _T.__add__, _T.__radd__, _T.sub, torch.sub, _T.__sub__),
+    *(_T.neg, torch.neg, _T.__neg__, _T.clamp, torch.clamp),
+    *(_T.mul_, _T.div_, _T.add_, _T.sub_, _T.tanh_),
+)
+_COMMUTATIVE = {_T.mul, torch.mul, _T.add, torch.add}
+"""Functions whose two arguments may be swapped."""
+_PROPERTIES = (
+    *("dtype", "device", "requires_grad", "grad_fn", "is_leaf", "ndim", "layout"),
+    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized"),
+)
+_PART_PROPERTIES = (
+    *(_T.dim, _T.is_floating_point, _T.is_complex, _T.element_size, _T.register_hook),
+    *(_T.retain_grad, _T.get_device),
+    *(getattr(_T, name).__get__ for name in _PROPERTIES),
+)
 _HANDLERS: Mapping[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     _T.size: _size,
@@ -272,26 +275,7 @@ _HANDLERS: Mapping[Any, Callable[..., Any]] = {
     **dict.fromkeys((_T.flatten, torch.flatten), _flatten),
     **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _view),
     _T.__getitem__: _index,
+    **{func: partial(_elementwise, func) for func in _ELEMENTWISE},
+    **{func: partial(_property, func) for func in _PART_PROPERTIES},
 }
 """Functions that work on parts, by torch's function."""
-_ELEMENTWISE = {
-    *(_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type, _T.contiguous),
-    *(_T.clone, _T.detach, torch.clone, torch.detach, _T.tanh, torch.tanh),
-    *(_T.mul, torch.mul, _T.__mul__, _T.__rmul__, _T.div, torch.div, _T.__truediv__),
-    *(_T.add, torch.add, _T.__add__, _T.__radd__, _T.sub, torch.sub, _T.__sub__),
-    *(_T.neg, torch.neg, _T.__neg__, _T.clamp, torch.clamp),
-    *(_T.mul_, _T.div_, _T.add_, _T.sub_, _T.tanh_),
-}
-"""Functions that work on parts element by element."""
-_COMMUTATIVE = {_T.mul, torch.mul, _T.add, torch.add}
-"""Functions whose two arguments may be swapped."""
-_PROPERTIES = (
-    *("dtype", "device", "requires_grad", "grad_fn", "is_leaf", "ndim", "layout"),
-    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized"),
-)
-_PART_PROPERTIES = {
-    *(_T.dim, _T.is_floating_point, _T.is_complex, _T.element_size, _T.register_hook),
-    *(_T.retain_grad, _T.get_device),
-    *(getattr(_T, name).__get__ for name in _PROPERTIES),
-}
-"""Properties that are equal for a part and for all scores."""
