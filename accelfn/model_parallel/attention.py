@@ -5,7 +5,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, Self, cast
 
 import attrs
 import torch
@@ -56,13 +56,13 @@ class Attention:
                 )
                 raise LossError(msg)
 
-    def check_mask(self, num_queries: int, num_keys: int) -> None:
-        """Raise unless the mask covers all positions of the unsplit sequence.
+    def check_mask(self, *lengths: int) -> None:
+        """Raise unless the mask has these numbers of query and key positions.
 
         Raises:
-            LossError: the mask has another number of query or key positions.
+            LossError: the mask does not cover all positions of the unsplit sequence.
         """
-        mask, lengths = self.attn_mask, (num_queries, num_keys)
+        mask = self.attn_mask
         if mask is None:
             return
         ends = zip(mask.shape[-2:], lengths, strict=False)
@@ -148,65 +148,43 @@ def _refuse_rerun() -> None:
 # an all-to-all reverses the exchange. All other operations work position by position.
 
 
-_HEADS = "context_parallel: heads for positions"
+def attend_by_heads(ranks: World, attention: Attention) -> torch.Tensor:
+    """Return the result of attention for this rank's positions, computed by heads.
 
+    Args:
+        ranks: the ranks that share a sequence, in order.
+        attention: the call of attention with this rank's positions.
 
-class Heads:
-    """Attention by heads: each rank computes attention over all positions, for some heads.
-
-    Attributes:
-        num_pieces: the number of pieces of a sequence.
-        pieces: the indices of this rank's pieces, in order.
+    Raises:
+        LossError: the number of ranks does not divide the number of heads, or a mask does
+        not have all positions.
     """
-
-    def __init__(self, ranks: World) -> None:
-        """Initialize with the ranks that share a sequence, in order."""
-        self._ranks = ranks
-        self.num_pieces, self.pieces = ranks.size, (ranks.rank,)
-
-    def attend(self, attention: Attention) -> torch.Tensor:
-        """Return the result of attention for this rank's positions.
-
-        Raises:
-            LossError: the number of ranks does not divide the number of heads, or a mask does
-            not have all positions.
-        """
-        ranks = self._ranks
-        attention.check_dims()
-        for name, tensor in attention.three.items():
-            if tensor.shape[HEADS] % ranks.size:
-                msg = (
-                    f"af.context_parallel: the {name} of shape {tuple(tensor.shape)} has"
-                    f" {tensor.shape[HEADS]} heads, which cannot be divided among {ranks.size}"
-                    ' ranks along "cp". Use a number of ranks that divides the number of heads,'
-                    " or af.context_parallel(ring=True), which does not split heads."
-                )
-                raise LossError(msg)
-        query, key, value = exchange_heads(
-            (attention.query, attention.key, attention.value), ranks, (HEADS, POSITIONS)
-        )
-        attention.check_mask(query.shape[POSITIONS], key.shape[POSITIONS])
-        mask = attention.attn_mask
-        if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
-            mask = mask.chunk(ranks.size, -3)[ranks.rank]
-        options = attrs.asdict(attention, recurse=False)
-        options |= {"query": query, "key": key, "value": value, "attn_mask": mask}
-        output = F.scaled_dot_product_attention(**options)
-        return exchange_heads((output,), ranks, (POSITIONS, HEADS))[0]
-
-
-def exchange_heads(
-    tensors: Sequence[torch.Tensor], ranks: World, dims: tuple[int, int]
-) -> tuple[torch.Tensor, ...]:
-    """Run an all-to-all that splits tensors along `dims[0]` and joins them along `dims[1]`.
-
-    The backward pass is the reverse exchange.
-    """
-    return cast("Any", _Exchange).apply(ranks, dims, *tensors)
+    attention.check_dims()
+    for name, tensor in attention.three.items():
+        if tensor.shape[HEADS] % ranks.size:
+            msg = (
+                f"af.context_parallel: the {name} of shape {tuple(tensor.shape)} has"
+                f" {tensor.shape[HEADS]} heads, which cannot be divided among {ranks.size}"
+                ' ranks along "cp". Use a number of ranks that divides the number of heads,'
+                " or af.context_parallel(ring=True), which does not split heads."
+            )
+            raise LossError(msg)
+    query, key, value = _exchange(ranks, (HEADS, POSITIONS), *attention.three.values())
+    attention.check_mask(query.shape[POSITIONS], key.shape[POSITIONS])
+    mask = attention.attn_mask
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
+        mask = mask.chunk(ranks.size, -3)[ranks.rank]
+    options = attrs.asdict(attention, recurse=False)
+    options |= {"query": query, "key": key, "value": value, "attn_mask": mask}
+    output = F.scaled_dot_product_attention(**options)
+    return _exchange(ranks, (POSITIONS, HEADS), output)[0]
 
 
 class _Exchange(torch.autograd.Function):
-    """One all-to-all for several tensors of one dtype."""
+    """An all-to-all that splits tensors along `dims[0]` and joins them along `dims[1]`.
+
+    The tensors have one dtype. The backward pass is the reverse exchange.
+    """
 
     @staticmethod
     def forward(
@@ -218,7 +196,7 @@ class _Exchange(torch.autograd.Function):
         rows = [torch.stack(tensor.chunk(num, split_dim)) for tensor in tensors]
         outgoing = torch.cat([row.reshape(num, -1) for row in rows], dim=1)
         got = torch.empty_like(outgoing)
-        with collectives.naming(_HEADS, ranks):
+        with collectives.naming("context_parallel: heads for positions", ranks):
             dist.all_to_all_single(got, outgoing, group=ranks.group)
         parts = got.split([row[0].numel() for row in rows], dim=1)
         return tuple(
@@ -229,8 +207,10 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         split_dim, cat_dim = ctx.dims
-        back = exchange_heads(gradients, ctx.ranks, (cat_dim, split_dim))
-        return None, None, *back
+        return None, None, *_exchange(ctx.ranks, (cat_dim, split_dim), *gradients)
+
+
+_exchange: Any = _Exchange.apply
 
 
 # Blockwise attention: attention to a block of keys, and combining the results of blocks.
@@ -244,7 +224,6 @@ class _Exchange(torch.autograd.Function):
 # public attention function does not return the `lse`.
 
 
-Three: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _aten: Any = torch.ops.aten
 _NOTHING = -math.inf
 """The `lse` of a query without keys."""
@@ -287,7 +266,7 @@ class Block:
 
     def gradients(
         self, upstream: torch.Tensor, output: torch.Tensor, lse: torch.Tensor
-    ) -> Three:
+    ) -> tuple[torch.Tensor, ...]:
         """Return the gradients of query, key and value.
 
         Args:
@@ -313,13 +292,9 @@ class Block:
 
     def gradients_with_mask(
         self, upstream: torch.Tensor, output: torch.Tensor, lse: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         """Return the gradients of query, key, value, and of the scores before masking."""
-        upstream, output, query = (
-            tree.wide(upstream),
-            tree.wide(output),
-            tree.wide(self.query),
-        )
+        upstream, output, query = map(tree.wide, (upstream, output, self.query))
         key, value = (self._expand_heads(tree.wide(t)) for t in (self.key, self.value))
         shares = (self._products() - finite(lse)[..., None]).exp()
         through = upstream @ value.mT - (upstream * output).sum(-1, keepdim=True)
@@ -403,7 +378,7 @@ def owners(ranks: World) -> list[int]:
 
 
 def pass_ring(
-    tensors: Sequence[torch.Tensor], ranks: World, *, label: str
+    tensors: Sequence[torch.Tensor], ranks: World
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Pass tensors around a ring; yield every rank's tensors, in the order of `owners`.
 
@@ -412,42 +387,16 @@ def pass_ring(
     Args:
         tensors: tensors of one dtype, with the same shapes on all ranks.
         ranks: the ranks of the ring.
-        label: the operation, for errors.
     """
     current = _flat(tensors)
     for _ in range(ranks.size - 1):
-        receive = _start_step(current, ranks, label)
+        receive = _start_step(current, ranks)
         yield _split_flat(current, tensors)
         current = receive()
     yield _split_flat(current, tensors)
 
 
-class Homewards:
-    """Sums that go around the ring. Each rank adds to the sums, which end at their owner."""
-
-    def __init__(
-        self, like: Sequence[torch.Tensor], ranks: World, *, label: str
-    ) -> None:
-        """Start with sums of 0, with the dtype and shapes of the tensors `like`."""
-        self._like, self._ranks, self._label = like, ranks, label
-        sums = torch.zeros_like(_flat(like))
-        self._receive: Callable[[], torch.Tensor] = lambda: sums
-
-    def add(self, parts: Sequence[torch.Tensor], columns: slice) -> None:
-        """Add `parts` to the current sums, in `columns` of dim 2, and send on the sums."""
-        sums = self._receive()
-        for total, part in zip(_split_flat(sums, self._like), parts, strict=True):
-            total[:, :, columns] += part
-        self._receive = _start_step(sums, self._ranks, self._label)
-
-    def arrived(self) -> tuple[torch.Tensor, ...]:
-        """Return this rank's sums after all ranks have added to them."""
-        return _split_flat(self._receive(), self._like)
-
-
-def _start_step(
-    outgoing: torch.Tensor, ranks: World, label: str
-) -> Callable[[], torch.Tensor]:
+def _start_step(outgoing: torch.Tensor, ranks: World) -> Callable[[], torch.Tensor]:
     """Send a vector to the next rank; return a function that receives the previous rank's."""
     size = ranks.size
     leaving, coming = [0] * size, [0] * size
@@ -455,7 +404,9 @@ def _start_step(
     coming[(ranks.rank - 1) % size] = len(outgoing)
     got, among = torch.empty_like(outgoing), {"group": ranks.group, "async_op": True}
     begin = partial(dist.all_to_all_single, got, outgoing, coming, leaving, **among)
-    wait = collectives.start(begin, label, ranks)
+    wait = collectives.start(
+        begin, "context_parallel: keys and values round a ring", ranks
+    )
 
     def receive() -> torch.Tensor:
         wait()
@@ -488,63 +439,56 @@ def _split_flat(
 # all these keys, so all ranks have equal work (the order of "zigzag" ring attention).
 
 
-_RING = "context_parallel: keys and values round a ring"
 _ALL = slice(None)
 
 
-class Ring:
-    """Ring attention: each rank computes all heads for its own positions.
+def attend_in_ring(ranks: World, attention: Attention) -> torch.Tensor:
+    """Return the result of attention for this rank's positions, computed in a ring.
 
-    Attributes:
-        num_pieces: the number of pieces of a sequence.
-        pieces: the indices of this rank's pieces, in order.
+    Args:
+        ranks: the ranks that share a sequence, in order.
+        attention: the call of attention with this rank's positions.
+
+    Raises:
+        LossError: numbers of heads or samples differ, a mask does not have all positions,
+        or attention has dropout.
     """
-
-    def __init__(self, ranks: World) -> None:
-        """Initialize with the ranks that share a sequence, in order."""
-        self._ranks = ranks
-        self.num_pieces, self.pieces = 2 * ranks.size, _pieces(ranks.rank, ranks.size)
-
-    def attend(self, attention: Attention) -> torch.Tensor:
-        """Return the result of attention for this rank's positions.
-
-        Raises:
-            LossError: numbers of heads or samples differ, a mask does not have all positions,
-            or attention has dropout.
-        """
-        _check_ring(attention)
-        three = [_as_autocast(tensor) for tensor in attention.three.values()]
-        scale = attention.scale
-        scale = three[0].shape[-1] ** -0.5 if scale is None else scale
-        meetings = _Meetings(self._ranks, attention.is_causal, scale)
-        masks = self._masks(attention, three[0].dtype)
-        return cast("Any", _Attention).apply(meetings, *three, *masks)
-
-    def _masks(
-        self, attention: Attention, dtype: torch.dtype
-    ) -> list[torch.Tensor | None]:
-        """Return one mask for each rank, in the order of `owners`; None means no mask.
-
-        A mask is for this rank's queries and the keys of the other rank (or its own keys).
-        """
-        size = self._ranks.size
-        query, key, mask = attention.query, attention.key, attention.attn_mask
-        attention.check_mask(query.shape[POSITIONS] * size, key.shape[POSITIONS] * size)
-        if mask is None:
-            return [None] * size
-        if mask.dtype is torch.bool:
-            mask = torch.where(mask, 0.0, _NOTHING).to(dtype)
-        mask = _as_autocast(mask)[(None,) * (4 - mask.ndim)]
-        rows = _of_pieces(mask, -2, self._ranks.rank, size)
-        # a mask may have large finite numbers, such as -1e9, instead of -inf. Subtract each row's
-        # maximum, because an `lse` near -1e9 would lose the scores in rounding
-        if rows.shape[-1]:
-            rows = rows - finite(rows.detach().amax(-1, keepdim=True))
-        return [_of_pieces(rows, -1, owner, size) for owner in owners(self._ranks)]
+    for problem in _ring_problems(attention):
+        msg = f"af.context_parallel(ring=True): {problem}"
+        raise LossError(msg)
+    three = [_as_autocast(tensor) for tensor in attention.three.values()]
+    scale = attention.scale
+    scale = three[0].shape[-1] ** -0.5 if scale is None else scale
+    masks = _ring_masks(attention, three[0].dtype, ranks)
+    how = ranks, attention.is_causal, scale
+    return cast("Any", _Attention).apply(how, *three, *masks)
 
 
-def _pieces(rank: int, size: int) -> tuple[int, int]:
-    """Return the indices of a rank's two pieces."""
+def _ring_masks(
+    attention: Attention, dtype: torch.dtype, ranks: World
+) -> list[torch.Tensor | None]:
+    """Return one mask for each rank, in the order of `owners`; None means no mask.
+
+    A mask is for this rank's queries and the keys of the other rank (or its own keys).
+    """
+    query, key, mask = attention.query, attention.key, attention.attn_mask
+    if mask is None:
+        return [None] * ranks.size
+    lengths = (tensor.shape[POSITIONS] * ranks.size for tensor in (query, key))
+    attention.check_mask(*lengths)
+    if mask.dtype is torch.bool:
+        mask = torch.where(mask, 0.0, _NOTHING).to(dtype)
+    mask = _as_autocast(mask)[(None,) * (4 - mask.ndim)]
+    rows = _of_pieces(mask, -2, ranks.rank, ranks.size)
+    # a mask may have large finite numbers, such as -1e9, instead of -inf. Subtract each row's
+    # maximum, because an `lse` near -1e9 would lose the scores in rounding
+    if rows.shape[-1]:
+        rows = rows - finite(rows.detach().amax(-1, keepdim=True))
+    return [_of_pieces(rows, -1, owner, ranks.size) for owner in owners(ranks)]
+
+
+def ring_pieces(rank: int, size: int) -> tuple[int, int]:
+    """Return the indices of a rank's two pieces of a sequence, in order."""
     return rank, 2 * size - 1 - rank
 
 
@@ -552,7 +496,7 @@ def _of_pieces(mask: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tens
     if mask.shape[dim] == 1:
         return mask
     chunks = mask.chunk(2 * size, dim)
-    return torch.cat([chunks[piece] for piece in _pieces(rank, size)], dim)
+    return torch.cat([chunks[piece] for piece in ring_pieces(rank, size)], dim)
 
 
 def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
@@ -564,100 +508,86 @@ def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.get_autocast_dtype(kind)) if is_enabled else tensor
 
 
-def _check_ring(attention: Attention) -> None:
+def _ring_problems(attention: Attention) -> Iterator[str]:
+    """Yield a message for each reason why a ring cannot compute attention."""
     attention.check_dims()
     query, key, value = attention.three.values()
     if attention.dropout_p:
-        msg = (
-            "af.context_parallel(ring=True): a ring has no dropout, but attention was called with"
+        yield (
+            "a ring has no dropout, but attention was called with"
             f" dropout_p={attention.dropout_p:g}. Set dropout_p=0, or leave out ring=True."
         )
-        raise LossError(msg)
     if attention.is_causal and attention.attn_mask is not None:
-        msg = (
-            "af.context_parallel(ring=True): attention was called with both attn_mask and"
-            " is_causal=True. Pass only one of the two: a mask can also hide later positions."
+        yield (
+            "attention was called with both attn_mask and is_causal=True. Pass only one of the"
+            " two: a mask can also hide later positions."
         )
-        raise LossError(msg)
     shared_by, rest = divmod(query.shape[HEADS], max(key.shape[HEADS], 1))
     is_fit = rest == 0 and (shared_by == 1 or attention.enable_gqa)
     is_fit = is_fit and key.shape[: POSITIONS + 1] == value.shape[: POSITIONS + 1]
     if not is_fit or query.shape[0] != key.shape[0]:
-        msg = (
-            f"af.context_parallel(ring=True): the query of shape {tuple(query.shape)} does not"
-            f" fit the key of {tuple(key.shape)} and the value of {tuple(value.shape)}. They"
-            " must have equal numbers of samples and heads, and key and value equal numbers of"
-            " positions. With enable_gqa=True, the query may have a multiple of the heads."
+        yield (
+            f"the query of shape {tuple(query.shape)} does not fit the key of"
+            f" {tuple(key.shape)} and the value of {tuple(value.shape)}. They must have equal"
+            " numbers of samples and heads, and key and value equal numbers of positions. With"
+            " enable_gqa=True, the query may have a multiple of the heads."
         )
-        raise LossError(msg)
     num_queries, num_keys = query.shape[POSITIONS], key.shape[POSITIONS]
     has_places = attention.is_causal or attention.attn_mask is not None
     is_odd = has_places and (num_queries % 2 or num_keys % 2)
     if is_odd or (attention.is_causal and num_queries != num_keys):
-        msg = (
-            f"af.context_parallel(ring=True): attention was called with {num_queries} queries"
-            f" and {num_keys} keys on this rank. With a mask or is_causal=True both numbers"
-            " must be even, and with is_causal=True they must be equal. Pass one query and one"
-            " key for each position of this rank's part."
+        yield (
+            f"attention was called with {num_queries} queries and {num_keys} keys on this rank."
+            " With a mask or is_causal=True both numbers must be even, and with is_causal=True"
+            " they must be equal. Pass one query and one key for each position of this rank's"
+            " part."
         )
-        raise LossError(msg)
 
 
-@attrs.frozen
-class _Meetings:
-    """Creates the `Block` of this rank's queries and the keys of any rank."""
+def _blocks(
+    how: tuple[World, bool, float], query: torch.Tensor, *tensors: Any
+) -> Iterator[tuple[Block, slice, slice]]:
+    """Yield a block of this rank's queries and a rank's keys, in the order of `owners`.
 
-    ranks: World
-    is_causal: bool
-    scale: float
+    With each block, yield slices of the queries in the block, and of the keys that they attend
+    to. Without a causal mask, all queries attend to all keys. With a causal mask, both pieces of
+    this rank attend to the first piece of an earlier rank. Both pieces of a later rank are
+    between the two pieces of this rank, so only this rank's second piece attends to them. The
+    block of a rank's own keys is causal.
 
-    def places(self, owner: int, length: int) -> tuple[slice, slice]:
-        """Return slices of this rank's queries, and of the keys of `owner` that they attend to.
-
-        Without a causal mask, all queries attend to all keys. With a causal mask, both pieces of
-        this rank attend to the first piece of an earlier rank. Both pieces of a later rank are
-        between the two pieces of this rank, so only this rank's second piece attends to them.
-        The block of a rank's own keys is causal.
-        """
-        half = length // 2
-        if not self.is_causal or owner == self.ranks.rank:
-            return _ALL, _ALL
-        if owner < self.ranks.rank:
-            return _ALL, slice(half)
-        return slice(half, None), _ALL
-
-    def block(
-        self, owner: int, query: torch.Tensor, pair: Any, mask: torch.Tensor | None
-    ) -> Block:
-        """Return the block of this rank's queries with the keys and values of `owner`."""
-        rows, columns = self.places(owner, query.shape[POSITIONS])
-        key, value = (part[:, :, columns] for part in pair)
-        is_causal = self.is_causal and owner == self.ranks.rank
-        return Block(query[:, :, rows], key, value, mask, is_causal, self.scale)
+    Args:
+        how: the ranks, whether attention is causal, and the factor of the scores.
+        query: this rank's queries.
+        *tensors: this rank's keys and values, and a mask or None for each rank.
+    """
+    ranks, is_causal, scale = how
+    key, value, *masks = tensors
+    half = query.shape[POSITIONS] // 2
+    ring = pass_ring((key, value), ranks)
+    for owner, pair, mask in zip(owners(ranks), ring, masks, strict=True):
+        rows = slice(half, None) if is_causal and owner > ranks.rank else _ALL
+        columns = slice(half) if is_causal and owner < ranks.rank else _ALL
+        keys, values = (part[:, :, columns] for part in pair)
+        is_own = is_causal and owner == ranks.rank
+        block = Block(query[:, :, rows], keys, values, mask, is_own, scale)
+        yield block, rows, columns
 
 
 class _Attention(torch.autograd.Function):
     """Attention of this rank's queries to the keys of all ranks."""
 
     @staticmethod
-    def forward(
-        ctx: Any, meetings: _Meetings, *tensors: torch.Tensor | None
-    ) -> torch.Tensor:
-        query, key, value, *masks = cast("tuple[torch.Tensor, ...]", tensors)
-        ranks, length = meetings.ranks, query.shape[POSITIONS]
-        ring = pass_ring((key, value), ranks, label=_RING)
-        hops = zip(owners(ranks), ring, masks, strict=True)
+    def forward(ctx: Any, how: Any, *tensors: Any) -> torch.Tensor:
+        query, key, value, *masks = tensors
+        blocks = _blocks(how, *tensors)
         with _plainly(query):
-            # the first hop: this rank's own keys, with all queries
-            owner, pair, mask = next(hops)
-            first = meetings.block(owner, query, pair, mask).attend()
-            output, lse = map(tree.wide, first)
-            for owner, pair, mask in hops:
-                result = meetings.block(owner, query, pair, mask).attend()
-                rows, _ = meetings.places(owner, length)
-                join(output[:, :, rows], lse[:, :, rows], *map(tree.wide, result))
+            first, *_ = next(blocks)  # this rank's own keys, with all queries
+            output, lse = map(tree.wide, first.attend())
+            for block, rows, _ in blocks:
+                result = map(tree.wide, block.attend())
+                join(output[:, :, rows], lse[:, :, rows], *result)
         output = output.to(query.dtype)
-        ctx.meetings = meetings
+        ctx.how = how
         ctx.save_for_backward(query, key, value, output, lse, *masks)
         return output
 
@@ -667,29 +597,30 @@ class _Attention(torch.autograd.Function):
         ctx: Any, upstream: torch.Tensor
     ) -> Any:
         query, key, value, output, lse, *masks = ctx.saved_tensors
-        meetings: _Meetings = ctx.meetings
-        ranks, length = meetings.ranks, query.shape[POSITIONS]
+        ranks: World = ctx.how[0]
         of_query = torch.zeros_like(tree.wide(query))
-        home = Homewards((tree.wide(key), tree.wide(value)), ranks, label=_RING)
+        # sums that go around the ring: each rank adds to them, and they end at their owner
+        like = tree.wide(key), tree.wide(value)
+        receive: Callable[[], torch.Tensor] = partial(torch.zeros_like, _flat(like))
         of_masks: list[torch.Tensor | None] = []
         needs_grad = ctx.needs_input_grad[-ranks.size :]
-        ring = pass_ring((key, value), ranks, label=_RING)
+        blocks = _blocks(ctx.how, query, key, value, *masks)
         with _plainly(query):
-            for owner, pair, mask, needs in zip(
-                owners(ranks), ring, masks, needs_grad, strict=True
-            ):
-                block = meetings.block(owner, query, pair, mask)
-                rows, columns = meetings.places(owner, length)
+            for (block, rows, columns), needs in zip(blocks, needs_grad, strict=True):
                 parts = (part[:, :, rows] for part in (upstream, output, lse))
                 if needs:
                     *three, of_products = block.gradients_with_mask(*parts)
+                    mask = cast("torch.Tensor", block.mask)
                     of_masks.append(of_products.sum_to_size(mask.shape))
                 else:
                     three = block.gradients(*parts)
                     of_masks.append(None)
                 of_query[:, :, rows] += three[0]
-                home.add(three[1:], columns)
-        results = (of_query, *home.arrived(), *of_masks)
+                sums = receive()
+                for total, part in zip(_split_flat(sums, like), three[1:], strict=True):
+                    total[:, :, columns] += part
+                receive = _start_step(sums, ranks)
+        results = (of_query, *_split_flat(receive(), like), *of_masks)
         gradients = zip(results, (query, key, value, *masks), strict=True)
         return None, *(g if g is None else g.to(like.dtype) for g, like in gradients)
 

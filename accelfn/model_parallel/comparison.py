@@ -2,7 +2,7 @@
 """Compare a model that is split over ranks with the whole model, on one sample."""
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 from accelfn import World
 from accelfn.errors import BatchError
-from accelfn.plug import devices, draws, tree
+from accelfn.plug import collectives, devices, draws, tree
 
 _FAR = 1e-3
-"""The relative tolerance when inputs are compared, because the order of sums differs."""
+"""The relative tolerance in 32 bits, because the order of sums differs."""
 _COARSE = 0.1
 """The relative tolerance in 16 bits."""
 
@@ -63,6 +63,11 @@ class Coarsest(TorchFunctionMode):
         """Start without results."""
         super().__init__()
         self.eps = 0.0
+
+    @property
+    def tolerance(self) -> float:
+        """The relative tolerance for results of this precision."""
+        return _COARSE if self.eps > _FAR else _FAR
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -114,3 +119,31 @@ def first_of(batch: Any) -> Any:
         return leaf[:1] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf
 
     return tree.tree_map(first, batch)
+
+
+def gather_numbers(
+    numbers: Sequence[Any], ranks: World, all_ranks: World, *, label: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather numbers from all ranks; a collective.
+
+    Args:
+        numbers: this rank's numbers.
+        ranks: the ranks that share a sample, along the innermost axis of `all_ranks`.
+        all_ranks: the ranks that run the loss, such as `world.loss`.
+        label: the operation, for errors.
+
+    Returns: a row of numbers of each rank of `all_ranks`, and those of `ranks` on the CPU.
+    """
+    row = [torch.as_tensor(n, dtype=torch.float64).to(ranks.device) for n in numbers]
+    rows = collectives.all_gather_list(torch.stack(row), all_ranks, label=label)
+    table, begin = torch.stack(rows), all_ranks.rank - ranks.rank
+    return table, devices.on_host(table)[begin : begin + ranks.size]
+
+
+def different_batches(axis: str, losses: torch.Tensor) -> str:
+    """Return the error text for ranks along an axis that got different batches."""
+    return (
+        f'the ranks along "{axis}" must get the same batches, but the losses of their first'
+        f" samples are {losses.tolist()}. Use af.batches(state), or choose the samples by"
+        " world.batch.rank."
+    )

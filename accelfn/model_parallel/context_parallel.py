@@ -2,6 +2,7 @@
 """Split each sample's sequence over the ranks along "cp" (context parallelism)."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -9,9 +10,8 @@ from torch import nn
 
 from accelfn import Loss, TrainState, Update, World, transform
 from accelfn.errors import BatchError, LossError
-from accelfn.model_parallel.attention import Attending, Heads, Ring
-from accelfn.model_parallel.comparison import Coarsest, first_of, preserve_model
-from accelfn.plug import arguments, collectives, devices, tree
+from accelfn.model_parallel import attention, comparison
+from accelfn.plug import arguments, devices, tree
 
 LossFunction: TypeAlias = Callable[..., Any]
 
@@ -114,9 +114,7 @@ class context_parallel:
     def module(self, module: nn.Module, state: TrainState) -> nn.Module:
         """Store on the engine's module how this rank's sequences are split."""
         if state.world.along("cp").size > 1:
-            ranks = state.world.along("cp")
-            scheme = Ring(ranks) if self.ring else Heads(ranks)
-            vars(module)[_KEPT] = _Sequence(state.world, self.seq_dim, scheme)
+            vars(module)[_KEPT] = _Sequence(state.world, self.seq_dim, ring=self.ring)
         return module
 
     def loss(
@@ -139,16 +137,27 @@ class context_parallel:
 class _Sequence:
     """Splits the sequences of batches over the ranks along "cp", and checks the loss."""
 
-    def __init__(self, world: World, dim: int, scheme: Heads | Ring) -> None:
+    def __init__(self, world: World, dim: int, *, ring: bool) -> None:
         self._ranks, self._loss_ranks, self._dim = world.along("cp"), world.loss, dim
-        self._way, self._attending = scheme, Attending(scheme.attend)
+        rank, size = self._ranks.rank, self._ranks.size
+        self._pieces = attention.ring_pieces(rank, size) if ring else (rank,)
+        self._num_pieces = size * len(self._pieces)
+        attend = attention.attend_in_ring if ring else attention.attend_by_heads
+        self._attending = attention.Attending(partial(attend, self._ranks))
         self.is_checked = False
 
     def of_part(
         self, loss_fn: LossFunction, model: nn.Module, batch: Any, *extras: Any
     ) -> Loss:
         """Return the loss of this rank's part of a batch."""
-        part = self._slice_part(batch, self._length(batch))
+        size = self._length(batch) // self._num_pieces
+        begins = [piece * size for piece in self._pieces]
+
+        def take_pieces(leaf: torch.Tensor) -> torch.Tensor:
+            parts = [leaf.narrow(self._dim, begin, size) for begin in begins]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, self._dim)
+
+        part = self._of_sequences(take_pieces, batch)
         with self._attending:
             loss = loss_fn(model, part, *extras)
         if not isinstance(loss, Loss):
@@ -172,13 +181,13 @@ class _Sequence:
             BatchError: the ranks have different batches.
             LossError: the two losses differ.
         """
-        num = self._way.num_pieces
+        num = self._num_pieces
         length = self._length(batch)
         few = min(_MANY // num * num, length)
-        one = first_of(batch)
+        one = comparison.first_of(batch)
         first = self._of_sequences(lambda t: t.narrow(self._dim, 0, few), one)
-        with preserve_model(model, self._ranks.device) as has_drawn:
-            with Coarsest() as coarsest:
+        with comparison.preserve_model(model, self._ranks.device) as has_drawn:
+            with comparison.Coarsest() as coarsest:
                 try:
                     full = loss_fn(model, first, *extras)
                 except RuntimeError:
@@ -189,14 +198,13 @@ class _Sequence:
                     full = loss_fn(model, first, *extras)
             is_random = has_drawn()
             part = self.of_part(loss_fn, model, first, *extras)
+        if not isinstance(full, Loss):
+            full = Loss(full, 0)
+        numbers = full.total, full.weight, part.total, part.weight, float(is_random)
         # all ranks run equally many passes: a pass may gather parameters of all ranks
-        own_row = _numbers(full, part, is_random=is_random, device=self._ranks.device)
-        rows = collectives.all_gather_list(
-            own_row, self._loss_ranks, label="context_parallel"
+        rows, table = comparison.gather_numbers(
+            numbers, self._ranks, self._loss_ranks, label="context_parallel"
         )
-        # "cp" is the innermost axis here
-        begin = self._loss_ranks.rank - self._ranks.rank
-        table = devices.on_host(torch.stack(rows))[begin : begin + self._ranks.size]
         is_random = bool(table[:, 4].any())
         self.is_checked = is_random or any(devices.is_positive(row[1]) for row in rows)
         if is_random:
@@ -210,11 +218,7 @@ class _Sequence:
         if not table.isfinite().all():
             return
         if not torch.equal(table[:, :2], table[:1, :2].expand_as(table[:, :2])):
-            msg = (
-                'af.context_parallel: the ranks along "cp" must get the same batches, but the'
-                f" losses of their first samples are {table[:, 0].tolist()}. Use"
-                " af.batches(state), or choose the samples by world.batch.rank."
-            )
+            msg = f"af.context_parallel: {comparison.different_batches('cp', table[:, 0])}"
             raise BatchError(msg)
         tol = min(_FEW * coarsest.eps, _COARSE)
         (total, weight), (total_of_parts, weights) = table[0, :2], table[:, 2:4].sum(0)
@@ -248,26 +252,15 @@ class _Sequence:
             )
             raise BatchError(msg)
         (length,) = lengths
-        if length % self._way.num_pieces:
+        if length % self._num_pieces:
             msg = (
                 f'af.context_parallel(seq_dim={self._dim}): {self._ranks.size} ranks along "cp"'
-                f" need {self._way.num_pieces} pieces of equal length, but the sequences have"
+                f" need {self._num_pieces} pieces of equal length, but the sequences have"
                 f" {length} positions. When you make batches, pad sequences to a multiple of"
-                f" {self._way.num_pieces} with tokens of weight 0."
+                f" {self._num_pieces} with tokens of weight 0."
             )
             raise BatchError(msg)
         return length
-
-    def _slice_part(self, batch: Any, length: int) -> Any:
-        """Return this rank's part of a batch."""
-        size = length // self._way.num_pieces
-        begins = [piece * size for piece in self._way.pieces]
-
-        def take_pieces(leaf: torch.Tensor) -> torch.Tensor:
-            parts = [leaf.narrow(self._dim, begin, size) for begin in begins]
-            return parts[0] if len(parts) == 1 else torch.cat(parts, self._dim)
-
-        return self._of_sequences(take_pieces, batch)
 
     def _of_sequences(self, change: Callable[[torch.Tensor], Any], batch: Any) -> Any:
         def change_leaf(leaf: Any) -> Any:
@@ -275,15 +268,3 @@ class _Sequence:
             return change(leaf) if is_sequence else leaf
 
         return tree.tree_map(change_leaf, batch)
-
-
-def _numbers(
-    full: Any, part: Loss, *, is_random: bool, device: torch.device
-) -> torch.Tensor:
-    """Return totals and weights of both losses, and whether random numbers were drawn."""
-    if not isinstance(full, Loss):
-        full = Loss(full, 0)
-    numbers = (full.total, full.weight, part.total, part.weight, float(is_random))
-    return torch.stack(
-        [torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers]
-    )
