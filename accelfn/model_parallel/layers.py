@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from torch import nn
 
 from accelfn import World
-from accelfn.errors import ArgumentError, LossError, ModelError
+from accelfn.errors import ArgumentError, LossError
 from accelfn.model_parallel import differentiable
 from accelfn.model_parallel.comparison import InputComparison
 from accelfn.model_parallel.scores import Scores
@@ -137,11 +137,11 @@ class Layers:
         self._entered = (tensor, output)
         return output
 
-    def leave(self, part: torch.Tensor, layer: "Parallel") -> torch.Tensor:
+    def leave(self, part: torch.Tensor, place: str) -> torch.Tensor:
         """Return the sum of a region's outputs over ranks, or its positions of this rank."""
         if not self.sequence:
             return differentiable.reduce_from_ranks(part, self.ranks)
-        self._check_length(part, layer.place)
+        self._check_length(part, place)
         return differentiable.reduce_scatter(part, _SEQUENCE, self.ranks)
 
     def begin_region(self, place: str, *, training: bool) -> None:
@@ -194,15 +194,6 @@ class Layers:
             )
             raise LossError(msg)
 
-    def part(self, param: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a parameter for use on this rank's positions.
-
-        The backward pass sums its gradients over the ranks.
-        """
-        if param is None or not self.sequence or self.is_whole:
-            return param
-        return differentiable.copy_to_ranks(param, self.ranks)
-
     def gather_param(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """All-gather a parameter along a dim; a collective."""
         return differentiable.all_parts(part.detach(), dim, self.ranks)
@@ -230,9 +221,10 @@ class Parallel:
     place: str
     layers: Layers
 
-    def now(self, name: str, param: torch.Tensor) -> torch.Tensor:
+    def now(self, name: str) -> Any:
         """Return a parameter's shard, or the whole parameter while layers are compared."""
-        if not self.layers.is_whole or name not in self.cuts:
+        param: torch.Tensor | None = getattr(self, name)
+        if param is None or not self.layers.is_whole or name not in self.cuts:
             return param
         return self.layers.gather_param(param, self.cuts[name])
 
@@ -270,38 +262,25 @@ def own_cut(param: torch.Tensor) -> int | None:
     return fields.get("partition_dim") if fields.get("tensor_model_parallel") else None
 
 
-class _Linear(Parallel, nn.Linear):
-    """A linear layer that is split by output features, or by the `cuts` of its class."""
+class ColumnLinear(Parallel, nn.Linear):
+    """A linear layer that is split by output features, and followed by a row layer."""
 
     cuts = {"weight": 0, "bias": 0}  # noqa: RUF012 - all instances share it
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
         """Compute this rank's features and pass them to `give`, unless layers are whole."""
-        weight, bias = self._tensors()
+        weight, bias = self.now("weight"), self.now("bias")
         if self.layers.is_whole:
             return F.linear(input, weight, bias)
         return self.give(F.linear(self.layers.enter(input), weight, bias))
 
     def give(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output, given this rank's features."""
-        raise NotImplementedError
-
-    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        bias: torch.Tensor | None = self.bias
-        weight = self.now("weight", self.weight)
-        return weight, bias if bias is None else self.now("bias", bias)
-
-
-class ColumnLinear(_Linear):
-    """A linear layer that is split by output features, and followed by a row layer."""
-
-    def give(self, features: torch.Tensor) -> torch.Tensor:
-        """Return this rank's features, and begin a region."""
+        """Return the layer's output: this rank's features, which begin a region."""
         self.layers.begin_region(self.place, training=self.training)
         return features
 
 
-class GatheredLinear(_Linear):
+class GatheredLinear(ColumnLinear):
     """A linear layer that is split by output features, and gathers its output."""
 
     def give(self, features: torch.Tensor) -> torch.Tensor:
@@ -310,7 +289,7 @@ class GatheredLinear(_Linear):
         return self.layers.gather_features(features)
 
 
-class VocabularyLinear(_Linear):
+class VocabularyLinear(ColumnLinear):
     """An output head that is split by words of the vocabulary, and returns split scores."""
 
     def give(self, features: torch.Tensor) -> torch.Tensor:
@@ -319,22 +298,24 @@ class VocabularyLinear(_Linear):
         return Scores.of(features, self.layers.ranks)
 
 
-class RowLinear(_Linear):
+class RowLinear(Parallel, nn.Linear):
     """A linear layer that is split by input features, and sums its output over the ranks."""
 
     cuts = {"weight": 1}  # noqa: RUF012 - all instances share it
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
         """Return the sum over the ranks, plus the bias."""
-        layers = self.layers
-        weight, bias = self._tensors()
+        layers, weight, bias = self.layers, self.now("weight"), self.now("bias")
         layers.looks.see(self.place, input, is_whole=layers.is_whole)
         if layers.is_whole:
             return F.linear(input, weight, bias)
         layers.end_region()
-        total = layers.leave(F.linear(input, weight), self)
-        bias = layers.part(bias)
-        return total if bias is None else total + bias.to(total.dtype)
+        total = layers.leave(F.linear(input, weight), self.place)
+        if bias is None:
+            return total
+        if layers.sequence:  # sums the bias's gradients of all positions
+            bias = differentiable.copy_to_ranks(bias, layers.ranks)
+        return total + bias.to(total.dtype)
 
 
 class VocabularyEmbedding(Parallel, nn.Embedding):
@@ -344,7 +325,7 @@ class VocabularyEmbedding(Parallel, nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
         """Return the vectors of all words, summed over ranks; each word is on one rank."""
-        weight, layers = self.now("weight", self.weight), self.layers
+        weight, layers = self.now("weight"), self.layers
         if layers.is_whole:
             return F.embedding(input, weight, self.padding_idx)
         begin, words = layers.ranks.rank * len(weight), range(len(weight))
@@ -353,7 +334,9 @@ class VocabularyEmbedding(Parallel, nn.Embedding):
         padding = None if self.padding_idx is None else self.padding_idx - begin
         padding = padding if padding in words else None
         vectors = F.embedding(own_word.masked_fill(~is_own, 0), weight, padding)
-        vectors = layers.leave(vectors.masked_fill(~is_own.unsqueeze(-1), 0), self)
+        vectors = layers.leave(
+            vectors.masked_fill(~is_own.unsqueeze(-1), 0), self.place
+        )
         if layers.sequence:
             layers.begin_sequence(self.place, training=self.training)
         return vectors
@@ -372,19 +355,18 @@ def scatter(module: nn.Module, place: str, layers: Layers) -> None:
     module.register_forward_hook(give_some)
 
 
-def share_gradients(
-    module: nn.Module, place: str, layers: Layers, *, by_position: bool
-) -> None:
+def share_gradients(module: nn.Module, place: str, layers: Layers, word: str) -> None:
     """Sum the gradients of a module's parameters over the ranks.
 
-    All ranks have these parameters, but use them for their own features or positions.
+    All ranks have these parameters, but use them for their own features (the word is
+    "replicated") or positions ("sequence").
     """
 
     def lend(module: nn.Module, *_: object) -> None:
         if layers.is_whole:
             return
         if not layers.is_checked:
-            _check_stands(place, layers, by_position=by_position)
+            _check_stands(place, layers, word)
         if not torch.is_grad_enabled():
             return
         tables = module._parameters
@@ -402,23 +384,22 @@ def share_gradients(
         submodule.register_forward_hook(put_back, always_call=True)
 
 
-def _check_stands(place: str, layers: Layers, *, by_position: bool) -> None:
+def _check_stands(place: str, layers: Layers, word: str) -> None:
     """Raise if gradients would be summed although every rank has the full gradients.
 
     Raises:
         LossError: the module is not in a region, or not where sequences are split.
     """
-    if (layers.split if by_position else layers.open) is not None:
-        return
-    word, where = REPLICATED, "between a column and a row layer"
-    if by_position:
-        word, where = SEQUENCE, "in a part of the model where sequences are split"
-    msg = (
-        f"af.tensor_parallel: the plan says {word!r} for {place!r}, but this module is not"
-        f" {where}. There, every rank already has the full gradient, and a sum over ranks would"
-        f" be too large. Remove {place!r} from the plan."
-    )
-    raise LossError(msg)
+    begun, where = layers.open, "between a column and a row layer"
+    if word == SEQUENCE:
+        begun, where = layers.split, "in a part of the model where sequences are split"
+    if begun is None:
+        msg = (
+            f"af.tensor_parallel: the plan says {word!r} for {place!r}, but this module is not"
+            f" {where}. There, every rank already has the full gradient, and a sum over ranks"
+            f" would be too large. Remove {place!r} from the plan."
+        )
+        raise LossError(msg)
 
 
 LAYERS: Mapping[str, Mapping[type[nn.Module], type[Parallel]]] = {
@@ -442,6 +423,10 @@ _OF_TRANSFORMERS = {
     "replicated_with_grad_allreduce": REPLICATED,
     "rowwise": "row",
 }
+_EXPECTED = (
+    'a dict from module names to words, such as {"blocks.*.up": "column",'
+    ' "blocks.*.down": "row"}'
+)
 _REFUSED = ("max_norm", "sparse", "scale_grad_by_freq")
 """Options of an embedding that need all words on one rank."""
 
@@ -457,46 +442,34 @@ def parse_plan(plan: Any) -> dict[str, str]:
         ArgumentError: the plan is not valid.
     """
     if not isinstance(plan, Mapping):
-        msg = (
-            f"af.tensor_parallel({plan!r}): expected a dict from module names to words, such as"
-            f' {{"blocks.*.up": "column", "blocks.*.down": "row"}}.'
-        )
+        msg = f"af.tensor_parallel({plan!r}): expected {_EXPECTED}."
         raise ArgumentError(msg)
     return {str(name): _word(name, value) for name, value in plan.items()}
-
-
-def check_words(plan: Mapping[str, str], *, sequence: bool) -> None:
-    """Raise if a plan has a word for split sequences, but `sequence` is False.
-
-    Raises:
-        ArgumentError: the plan has a word that needs `sequence=True`.
-    """
-    for name, word in plan.items():
-        if word in OF_SEQUENCES and not sequence:
-            msg = (
-                f"af.tensor_parallel: the plan says {word!r} for {name!r}, which needs sequences"
-                " that are split between layers. Pass sequence=True, or remove it from the plan."
-            )
-            raise ArgumentError(msg)
 
 
 def _word(name: object, value: Any) -> str:
     if isinstance(value, str):
         word = _OF_TRANSFORMERS.get(value, value)
-        if word in WORDS:
-            return word
         matches = difflib.get_close_matches(value, WORDS, n=1)
-        meant = f" Did you mean {matches[0]!r}?" if matches else ""
+        hint = f" Did you mean {matches[0]!r}?" if matches else ""
+    else:
+        word = _word_of_torch(value)
+        hint = (
+            " accelfn does not support this style. For an output head, use ColwiseParallel with"
+            " output_layouts=Replicate() or use_local_output=False."
+        )
+    if word not in WORDS:
         msg = (
             f"af.tensor_parallel: the plan says {value!r} for {name!r}; expected one of"
-            f" {', '.join(WORDS)}.{meant}"
+            f" {', '.join(WORDS)}, or torch's ColwiseParallel(), RowwiseParallel() or"
+            f" SequenceParallel().{hint}"
         )
         raise ArgumentError(msg)
-    return _word_of_torch(name, value)
+    return word
 
 
-def _word_of_torch(name: object, style: Any) -> str:
-    """Return accelfn's word for one of torch's parallel styles."""
+def _word_of_torch(style: Any) -> str | None:
+    """Return accelfn's word for one of torch's parallel styles, or None."""
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - heavy
     from torch.distributed.tensor.parallel import (  # noqa: PLC0415 - heavy
         ColwiseParallel,
@@ -515,15 +488,7 @@ def _word_of_torch(name: object, style: Any) -> str:
         (ColwiseParallel, full, full, True): "gathered",
         (RowwiseParallel, features, full, True): "row",
     }
-    if key in words:
-        return words[key]
-    msg = (
-        f"af.tensor_parallel: the plan says {style!r} for {name!r}, and accelfn does not"
-        f" support this style. Use one of {', '.join(WORDS)}, or torch's ColwiseParallel(),"
-        " RowwiseParallel() or SequenceParallel(). For an output head, use ColwiseParallel"
-        " with output_layouts=Replicate() or use_local_output=False."
-    )
-    raise ArgumentError(msg)
+    return words.get(key)
 
 
 def word_of(plan: Mapping[str, str], name: str) -> str | None:
@@ -566,50 +531,30 @@ def split(plan: Mapping[str, str], module: nn.Module, layers: Layers) -> None:
         if word == SCATTERED:
             scatter(layer, name, layers)
         elif word in (REPLICATED, SEQUENCE):
-            share_gradients(layer, name, layers, by_position=word == SEQUENCE)
+            share_gradients(layer, name, layers, word)
         else:
             layer.__class__ = cast("type[nn.Module]", LAYERS[word][type(layer)])
             vars(layer).update(place=name, layers=layers)
 
 
-def check_model(
-    plan: Mapping[str, str],
-    module: nn.Module,
-    size: int,
-    caller: str,
-    *,
-    sequence: bool,
-) -> None:
-    """Raise if a plan does not fit a model.
+def find_problems(
+    plan: Mapping[str, str], module: nn.Module, size: int
+) -> Iterator[str]:
+    """Yield a message for each contradiction between a plan and a model.
+
+    A name matches nothing, a module cannot be split as planned, or a tied parameter is split
+    differently in two places.
 
     Args:
         plan: a plan that `parse_plan` returned.
         module: the model, with meta tensors.
         size: the number of ranks along "tp".
-        caller: the call that has the plan, for error messages.
-        sequence: whether sequences are split between regions.
-
-    Raises:
-        ModelError: a name matches nothing, a module cannot be split as planned, or a tied
-        parameter is split differently in two places.
     """
-    for problem in _problems(plan, module, size):
-        msg = f"{caller}: {problem}"
-        raise ModelError(msg)
-    layers = own_layers(module)
-    for name, layer in layers:
-        layer.check(size, name, caller, sequence=sequence)
-    if not plan and not layers:
-        msg = (
-            f"{caller}: the plan is empty, and {type(module).__name__} has no layer of"
-            " af.megatron.layers(world), which splits itself. Pass a dict from module names to"
-            f' words, such as {{"blocks.*.up": "column", "blocks.*.down": "row"}}.'
+    if not plan and not own_layers(module):
+        yield (
+            f"the plan is empty, and {type(module).__name__} has no layer of"
+            f" af.megatron.layers(world), which splits itself. Pass {_EXPECTED}."
         )
-        raise ModelError(msg)
-
-
-def _problems(plan: Mapping[str, str], module: nn.Module, size: int) -> Iterator[str]:
-    """Yield a message for each contradiction between a plan and a model."""
     modules = dict(module.named_modules())
     for pattern in plan:
         if not any(_matches(pattern, name) for name in modules):

@@ -9,18 +9,20 @@ import torch
 from torch import nn
 
 from accelfn import Loss, TrainState, Update, World, transform
-from accelfn.errors import BatchError, Error, LossError
-from accelfn.model_parallel.comparison import Coarsest, first_of, preserve_model
+from accelfn.errors import ArgumentError, BatchError, Error, LossError, ModelError
+from accelfn.model_parallel import comparison
+from accelfn.model_parallel.differentiable import LABEL
 from accelfn.model_parallel.layers import (
+    OF_SEQUENCES,
     Layers,
-    check_model,
-    check_words,
     cut_of,
+    find_problems,
+    own_layers,
     parse_plan,
     split,
 )
 from accelfn.model_parallel.scores import gather_scores
-from accelfn.plug import arguments, check_elements, collectives, devices, draws
+from accelfn.plug import arguments, check_elements, devices, draws
 
 LossFunction: TypeAlias = Callable[..., Any]
 
@@ -28,14 +30,18 @@ _NO_PLAN: Mapping[str, str] = {}
 """The default plan; layers of `af.megatron.layers` need no plan."""
 _KEPT = "_accelfn_layers"
 """The attribute of the engine's module that holds its `Layers`."""
-_FAR, _COARSE = 1e-3, 0.1
-"""Relative tolerances when losses are compared, in 32 bits and in 16 bits."""
 _NOTHING = 1e-6
 """The absolute tolerance, which matters for losses near 0."""
 _WAY = (
     'Between a "column" and a "row" layer, a tensor has only this rank\'s features. Do not'
     " write their number into the model, but use view(..., -1, head_dim). Name every layer of"
     " an attention or feed-forward block in the plan."
+)
+
+_AFTER_SPLIT = (
+    "After {!r} each rank has only its part of each sequence. In the plan, mark a module whose"
+    ' output is added there, such as position embeddings, as "scattered". Mark the output head as'
+    ' "vocabulary" or "gathered": it gathers the sequences.'
 )
 
 
@@ -134,7 +140,14 @@ class tensor_parallel:
 
     def __attrs_post_init__(self) -> None:
         """Raise if the plan has words that need `sequence=True`."""
-        check_words(self.plan, sequence=self.sequence)
+        for name, word in self.plan.items():
+            if word in OF_SEQUENCES and not self.sequence:
+                msg = (
+                    f"af.tensor_parallel: the plan says {word!r} for {name!r}, which needs"
+                    " sequences that are split between layers. Pass sequence=True, or remove it"
+                    " from the plan."
+                )
+                raise ArgumentError(msg)
 
     @property
     def tells(self) -> Mapping[str, Any]:
@@ -151,10 +164,14 @@ class tensor_parallel:
 
     def init(self, state: TrainState) -> None:
         """Raise if the plan does not fit the model, or if the optimizer is not elementwise."""
-        size = state.world.along("tp").size
+        size, caller = state.world.along("tp").size, f"{self!r}"
         module = state.definition.skeleton.module
-        check_model(self.plan, module, size, f"{self!r}", sequence=self.sequence)
-        check_elements(state, f"{self!r}", dims=(0, 1))
+        for problem in find_problems(self.plan, module, size):
+            msg = f"{caller}: {problem}"
+            raise ModelError(msg)
+        for name, layer in own_layers(module):
+            layer.check(size, name, caller, sequence=self.sequence)
+        check_elements(state, caller, dims=(0, 1))
 
     def loss(
         self, loss_fn: LossFunction, slot: None, update: Update
@@ -194,10 +211,13 @@ def _check(
         LossError: the two losses differ.
     """
     ranks, looks, name = layers.ranks, layers.looks, arguments.qualname(loss_fn)
-    first, trouble, part = first_of(batch), None, None
+    first, trouble, part = comparison.first_of(batch), None, None
     looks.begin()
     try:
-        with preserve_model(model, ranks.device), Coarsest() as coarsest:
+        with (
+            comparison.preserve_model(model, ranks.device),
+            comparison.Coarsest() as coarsest,
+        ):
             with layers.in_one_piece(), draws.seeded(0, ranks.device):
                 in_one = loss_fn(model, first, *extras)
             layers.begin()
@@ -210,66 +230,50 @@ def _check(
                 trouble = error
     finally:
         still_open, split, differing = layers.open, layers.split, looks.end()
-    numbers = map(_number, (in_one, part, float(differing is not None)))
-    own_row = torch.stack([number.to(ranks.device) for number in numbers])
-    all_rows = collectives.all_gather_list(
-        own_row, ranks.whole, label="tensor_parallel"
-    )
-    rows = devices.on_host(torch.stack(all_rows))
-    begin = ranks.whole.rank - ranks.rank  # "tp" is the innermost axis
-    table = rows[begin : begin + ranks.size]
-    advice = _WAY
-    if split is not None:
-        advice += (
-            f" After {split!r} each rank has only its part of each sequence. In the plan, mark a"
-            ' module whose output is added there, such as position embeddings, as "scattered".'
-            ' Mark the output head as "vocabulary" or "gathered": it gathers the sequences.'
-        )
-    if trouble is not None:
-        msg = f"af.tensor_parallel: {name} fails with split layers: {trouble}. {advice}"
-        raise LossError(msg) from trouble
-    if len(table[:, 0].nan_to_num().unique()) > 1:
-        msg = (
-            'af.tensor_parallel: the ranks along "tp" must get the same batches, but the losses of'
-            f" their first samples are {table[:, 0].tolist()}. Use af.batches(state), or choose the"
-            " samples by world.batch.rank. If the batches are equal, your loss reads parameters"
-            " directly, for example by model.parameters(), and there each rank has only its shard."
-        )
-        raise BatchError(msg)
-    if bool(rows[:, 2].any()):
-        where = repr(differing) if differing else "a row layer on another rank"
-        msg = (
-            f"af.tensor_parallel: {name} gives another result with split layers: the input of"
-            f" {where} is not this rank's slice of the input that the unsplit layer gets. {_WAY}"
-        )
-        raise LossError(msg)
-    if still_open is not None:
-        msg = (
-            f'af.tensor_parallel: no "row" layer follows the "column" layer {still_open!r}, so'
-            " the model continues with only this rank's features. In the plan, write"
-            ' "gathered" for this layer, or "row" for the layer that uses its output.'
-        )
-        raise LossError(msg)
-    if split is not None:
-        msg = (
-            f"af.tensor_parallel: {name} is computed from this rank's part of the sequences."
-            f" {advice}"
-        )
-        raise LossError(msg)
-    far = _COARSE if coarsest.eps > _FAR else _FAR
+    numbers = _number(in_one), _number(part), float(differing is not None)
+    rows, table = comparison.gather_numbers(numbers, ranks, ranks.whole, label=LABEL)
+    rows = devices.on_host(rows)
+    advice = _WAY if split is None else f"{_WAY} {_AFTER_SPLIT.format(split)}"
     distance = (rows[:, 0] - rows[:, 1]).abs()
-    if bool((distance > (far * rows[:, :2].abs().amax(1)).clamp(min=_NOTHING)).any()):
-        msg = (
-            f"af.tensor_parallel: {name} is {float(table[0, 0]):.6g} with whole layers, but"
-            f" {float(table[0, 1]):.6g} with split layers. {_WAY}"
+    tolerance = (coarsest.tolerance * rows[:, :2].abs().amax(1)).clamp(min=_NOTHING)
+    kind, problem = LossError, None
+    if trouble is not None:
+        problem = f"{name} fails with split layers: {trouble}. {advice}"
+    elif len(table[:, 0].nan_to_num().unique()) > 1:
+        kind = BatchError
+        problem = (
+            f"{comparison.different_batches('tp', table[:, 0])} If the batches are equal, your"
+            " loss reads parameters directly, for example by model.parameters(), and there each"
+            " rank has only its shard."
         )
-        raise LossError(msg)
+    elif bool(rows[:, 2].any()):
+        where = repr(differing) if differing else "a row layer on another rank"
+        problem = (
+            f"{name} gives another result with split layers: the input of {where} is not this"
+            f" rank's slice of the input that the unsplit layer gets. {_WAY}"
+        )
+    elif still_open is not None:
+        problem = (
+            f'no "row" layer follows the "column" layer {still_open!r}, so the model continues'
+            ' with only this rank\'s features. In the plan, write "gathered" for this layer, or'
+            ' "row" for the layer that uses its output.'
+        )
+    elif split is not None:
+        problem = f"{name} is computed from this rank's part of the sequences. {advice}"
+    elif bool((distance > tolerance).any()):
+        problem = (
+            f"{name} is {float(table[0, 0]):.6g} with whole layers, but {float(table[0, 1]):.6g}"
+            f" with split layers. {_WAY}"
+        )
+    if problem is not None:
+        msg = f"af.tensor_parallel: {problem}"
+        raise kind(msg) from trouble
 
 
-def _number(loss: Any) -> torch.Tensor:
+def _number(loss: Any) -> Any:
     """Return a loss as a number to compare; 0 if the loss is not a number."""
     value = loss.total if isinstance(loss, Loss) else loss
     is_one = isinstance(value, torch.Tensor) and value.numel() == 1
-    is_number = is_one or isinstance(value, (int, float))
-    number = torch.as_tensor(value if is_number else 0.0, dtype=torch.float64)
-    return number.reshape(())
+    if is_one:
+        return value.reshape(())
+    return value if isinstance(value, (int, float)) else 0.0
