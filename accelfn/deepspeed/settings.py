@@ -7,9 +7,9 @@ import importlib.util
 import inspect
 import logging
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import nn
@@ -34,6 +34,7 @@ _OURS: Mapping[str, str] = {
     "optimizer": "pass TrainState.create(optimizer=...)",
     "scheduler": "pass TrainState.create(schedule=...)",
     "seed": "pass TrainState.create(seed=...)",
+    "stage": "pass stage= instead",
     "tensorboard": "use af.track.tensorboard",
     "torch_autocast": 'use af.autocast("bf16")',
     "train_batch_size": "pass af.Data(global_batch_size=...)",
@@ -43,7 +44,6 @@ _OURS: Mapping[str, str] = {
 """DeepSpeed settings that accelfn controls, each with accelfn's replacement."""
 
 _FLAGS = "memory_breakdown", "wall_clock_breakdown"
-
 _THEIRS = ("comms_logger", "communication_data_type", *_FLAGS, "zero_optimization")
 """The settings that you can pass."""
 
@@ -67,33 +67,46 @@ def check_settings(config: Mapping[str, Any]) -> None:
         ArgumentError: accelfn controls a setting, a setting is unknown or not supported, DeepSpeed
             is not installed, or a value is invalid.
     """
-    for key in config:
-        if key in _OURS:
-            msg = f"{_CALL}: remove config[{key!r}], which accelfn controls: {_OURS[key]}."
-            raise ArgumentError(msg)
-        _check_known("config", key, _THEIRS)
-    zero = config.get("zero_optimization", {})
-    if not isinstance(zero, Mapping):
-        msg = f'{_CALL}: config["zero_optimization"] is {zero!r}; expected a dict.'
+    for problem in _problems(config):
+        msg = f"{_CALL}: {problem}"
         raise ArgumentError(msg)
-    for key in cast("Mapping[str, Any]", zero):
-        if key == "stage":
-            msg = f'{_CALL}: remove config["zero_optimization"]["stage"], and pass stage= instead.'
-            raise ArgumentError(msg)
-        _check_known('config["zero_optimization"]', key, _OF_ZERO)
-    offload: Any = zero.get("offload_optimizer", {"device": "cpu"})
-    if not isinstance(offload, Mapping) or offload.get("device") != "cpu":
-        msg = (
-            f"{_CALL}: offload_optimizer is {offload!r}; expected {{'device': 'cpu'}}, because"
-            " a state cannot contain values that are only on a disk."
-        )
-        raise ArgumentError(msg)
-    for key in cast("Mapping[str, Any]", offload):
-        _check_known("offload_optimizer", key, ("device", "pin_memory"))
-    if importlib.util.find_spec("deepspeed") is None:
-        raise ArgumentError(_MISSING)
     if config:  # otherwise DeepSpeed need not be imported
         _check_values(config)
+
+
+def _problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message for each setting that a user cannot pass."""
+    yield from _key_problems("config", config, _THEIRS)
+    zero: Any = config.get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
+        yield f'config["zero_optimization"] is {zero!r}; expected a dict.'
+    yield from _key_problems('config["zero_optimization"]', zero, _OF_ZERO)
+    offload: Any = zero.get("offload_optimizer", {"device": "cpu"})
+    if not isinstance(offload, Mapping) or offload.get("device") != "cpu":
+        yield (
+            f"offload_optimizer is {offload!r}; expected {{'device': 'cpu'}}, because a state"
+            " cannot contain values that are only on a disk."
+        )
+    yield from _key_problems("offload_optimizer", offload, ("device", "pin_memory"))
+    if importlib.util.find_spec("deepspeed") is None:
+        yield _MISSING
+    for key in _FLAGS:
+        value = config.get(key, False)
+        if not isinstance(value, bool):
+            yield f"config[{key!r}] is {value!r}; expected True or False."
+
+
+def _key_problems(
+    where: str, settings: Mapping[str, Any], choices: Sequence[str]
+) -> Iterator[str]:
+    for key in settings:
+        if key in _OURS:
+            yield f"remove {where}[{key!r}], which accelfn controls: {_OURS[key]}."
+        elif key not in choices:
+            matches = difflib.get_close_matches(str(key), choices, n=1, cutoff=0.7)
+            hint = f" Did you mean {matches[0]!r}?" if matches else ""
+            names = ", ".join(choices)
+            yield f"you cannot pass {where}[{key!r}]. You can pass {names}.{hint}"
 
 
 def _check_values(config: Mapping[str, Any]) -> None:
@@ -121,11 +134,6 @@ def _check_values(config: Mapping[str, Any]) -> None:
             reason = f"{details[0]['msg']}, got {details[0]['input']!r}"
         msg = f"{_CALL}: DeepSpeed rejects {where}: {reason}."
         raise ArgumentError(msg) from error
-    for key in _FLAGS:
-        value = config.get(key, False)
-        if not isinstance(value, bool):
-            msg = f"{_CALL}: config[{key!r}] is {value!r}; expected True or False."
-            raise ArgumentError(msg)
 
 
 def settings_of(
@@ -134,9 +142,7 @@ def settings_of(
     """Return the complete config for DeepSpeed, from the user's settings."""
     return {
         **config,
-        "gradient_clipping": 0.0
-        if max_norm is None
-        else max_norm,  # DeepSpeed's default is 1
+        "gradient_clipping": max_norm or 0.0,  # DeepSpeed's default is 1
         "zero_optimization": {**config.get("zero_optimization", {}), "stage": stage},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -146,22 +152,13 @@ def settings_of(
     }
 
 
-def _check_known(where: str, key: Any, choices: tuple[str, ...]) -> None:
-    if key not in choices:
-        matches = difflib.get_close_matches(str(key), choices, n=1, cutoff=0.7)
-        hint = f" Did you mean {matches[0]!r}?" if matches else ""
-        names = ", ".join(choices)
-        msg = f"{_CALL}: you cannot pass {where}[{key!r}]. You can pass {names}.{hint}"
-        raise ArgumentError(msg)
-
-
 # Import and patch the package DeepSpeed, so that it uses only the world's process group.
 
 
 Patch: TypeAlias = tuple[Any, str, Any]
 """A module or class, the name of its attribute, and a temporary value for the attribute."""
 _MISSING = (
-    f"{_CALL}: DeepSpeed is not installed. Install it after torch: pip install setuptools wheel"
+    "DeepSpeed is not installed. Install it after torch: pip install setuptools wheel"
     " ninja py-cpuinfo, then DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed."
 )
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`wrap_deepspeed`: shard optimizer state, gradients and parameters with DeepSpeed's ZeRO."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 import attrs
@@ -156,10 +156,7 @@ class wrap_deepspeed:
 
     def init(self, state: TrainState) -> None:
         """Raise an error for a state that DeepSpeed cannot train, or would train differently."""
-        self._check_world(state.world)
-        self._check_grads(state)
-        self._check_model(state)
-        self._check_optimizer(state)
+        self._check(state)
         check_elements(state, f"{self!r}", dims=(0,))
 
     def engine(self, state: TrainState) -> object:
@@ -170,8 +167,7 @@ class wrap_deepspeed:
             msg = f"{self!r}: the model has only scalar parameters, which cannot be sharded."
             raise ModelError(msg)
         # again, because with_setup and with_trainable do not call init
-        self._check_grads(state)
-        self._check_optimizer(state)
+        self._check(state)
         max_norm = min(state.definition.setup.facts.get("clips", ()), default=None)
         config = settings_of(self.config, stage=self.stage, max_norm=max_norm)
         ranks = state.definition.copy
@@ -185,82 +181,88 @@ class wrap_deepspeed:
 
         return build_engine(state, home, runner, optimizer=ZeroOptimizer(home))
 
-    def _check_world(self, world: World) -> None:
-        """Raise an error for a world that is not the group of all processes."""
-        if world.connection.simulated is not None:
-            msg = (
-                f"{self!r}: DeepSpeed needs a process for each rank, but simulated ranks share"
-                " one process. Start processes with accelfn launch, torchrun or"
-                " accelfn.testing.run_processes. Or use af.wrap_fsdp()."
-            )
-            raise WorldError(msg)
-        axes = {n: s for n, s in world.axes.items() if s > 1 and n != "dp_shard"}
-        if axes:
-            msg = (
-                f"{self!r}: DeepSpeed shards over all ranks, but the world has axes other than"
-                f" dp_shard: {axes}. Use af.wrap_fsdp() instead."
-            )
-            raise WorldError(msg)
-        run = world.whole
-        is_own = run.group is dist.group.WORLD or run.connection.is_branch
-        if run.size > 1 and not is_own:
-            msg = (
-                f"{self!r}: DeepSpeed uses the group of all processes, but this world has only"
-                " some of them. Use the world of World.from_env()."
-            )
-            raise WorldError(msg)
+    def _check(self, state: TrainState) -> None:
+        problems = {
+            WorldError: _world_problems(state.world),
+            CompositionError: _grad_problems(state),
+            ModelError: _model_problems(state),
+            OptimizerError: _optimizer_problems(state, self.stage),
+        }
+        for kind, texts in problems.items():
+            for text in texts:
+                msg = f"{self!r}: {text}"
+                raise kind(msg)
 
-    def _check_grads(self, state: TrainState) -> None:
-        """Raise if a transform reads gradients, because DeepSpeed does not return them."""
-        for owner in state.setup.owners["grads"]:
-            if not {"clips", "skips_alone"} & chain(owner).facts.keys():
-                hint = (
-                    " DeepSpeed only clips by the global 2-norm: af.clip_grad_norm(max_norm)."
-                    if type(owner).__name__ == "clip_grad_norm"
-                    else f" Use {owner!r} with af.wrap_fsdp() instead."
-                )
-                msg = f"{self!r}: DeepSpeed keeps the gradients, but {owner!r} reads them.{hint}"
-                raise CompositionError(msg)
 
-    def _check_model(self, state: TrainState) -> None:
-        """Raise an error for parameters that DeepSpeed would convert or cannot shard."""
-        metas = dict(state.definition.skeleton.module.named_parameters())
-        odd = [n for n, meta in metas.items() if meta.dtype is not torch.float32]
-        if odd:
-            msg = (
-                f"{self!r}: DeepSpeed keeps and updates parameters in float32, but"
-                f" {', '.join(odd[:5])} are {metas[odd[0]].dtype}. Create the model in float32. To"
-                ' compute in 16 bits, add af.autocast("bf16").'
-            )
-            raise ModelError(msg)
-        empty = [n for n, meta in metas.items() if not meta.numel()]
-        if empty:
-            msg = f"{self!r}: {', '.join(empty[:5])} have no elements; DeepSpeed cannot shard them."
-            raise ModelError(msg)
+def _world_problems(world: World) -> Iterator[str]:
+    """Yield why a world is not the group of all processes."""
+    if world.connection.simulated is not None:
+        yield (
+            "DeepSpeed needs a process for each rank, but simulated ranks share one process."
+            " Start processes with accelfn launch, torchrun or accelfn.testing.run_processes."
+            " Or use af.wrap_fsdp()."
+        )
+    axes = {n: s for n, s in world.axes.items() if s > 1 and n != "dp_shard"}
+    if axes:
+        yield (
+            "DeepSpeed shards over all ranks, but the world has axes other than dp_shard:"
+            f" {axes}. Use af.wrap_fsdp() instead."
+        )
+    run = world.whole
+    is_own = run.group is dist.group.WORLD or run.connection.is_branch
+    if run.size > 1 and not is_own:
+        yield (
+            "DeepSpeed uses the group of all processes, but this world has only some of them."
+            " Use the world of World.from_env()."
+        )
 
-    def _check_optimizer(self, state: TrainState) -> None:
-        """Raise an error for an optimizer that DeepSpeed would replace or run differently."""
-        optimizer, skeleton = state.definition.optimizer, state.definition.skeleton
-        is_of_parts = hasattr(optimizer, "parts")  # from af.combine_optimizers
-        if is_of_parts or isinstance(optimizer, torch.optim.Adagrad):
-            msg = (
-                f"{self!r}: DeepSpeed would replace {type(optimizer).__name__} or change it. Use"
-                " one optimizer such as AdamW, or use af.wrap_fsdp()."
+
+def _grad_problems(state: TrainState) -> Iterator[str]:
+    """Yield which transforms read gradients, because DeepSpeed does not return them."""
+    for owner in state.setup.owners["grads"]:
+        if not {"clips", "skips_alone"} & chain(owner).facts.keys():
+            hint = f"Use {owner!r} with af.wrap_fsdp() instead."
+            if type(owner).__name__ == "clip_grad_norm":
+                hint = "DeepSpeed only clips by the global 2-norm: af.clip_grad_norm(max_norm)."
+            yield f"DeepSpeed keeps the gradients, but {owner!r} reads them. {hint}"
+
+
+def _model_problems(state: TrainState) -> Iterator[str]:
+    """Yield which parameters DeepSpeed would convert or cannot shard."""
+    metas = dict(state.definition.skeleton.module.named_parameters())
+    odd = [n for n, meta in metas.items() if meta.dtype is not torch.float32]
+    if odd:
+        yield (
+            f"DeepSpeed keeps and updates parameters in float32, but {', '.join(odd[:5])} are"
+            f" {metas[odd[0]].dtype}. Create the model in float32. To compute in 16 bits, add"
+            ' af.autocast("bf16").'
+        )
+    empty = [n for n, meta in metas.items() if not meta.numel()]
+    if empty:
+        yield f"{', '.join(empty[:5])} have no elements; DeepSpeed cannot shard them."
+
+
+def _optimizer_problems(state: TrainState, stage: int) -> Iterator[str]:
+    """Yield why DeepSpeed would replace an optimizer or run it differently."""
+    optimizer, skeleton = state.definition.optimizer, state.definition.skeleton
+    kind = type(optimizer).__name__
+    is_of_parts = hasattr(optimizer, "parts")  # from af.combine_optimizers
+    if is_of_parts or isinstance(optimizer, torch.optim.Adagrad):
+        yield (
+            f"DeepSpeed would replace {kind} or change it. Use one optimizer such as AdamW, or"
+            " use af.wrap_fsdp()."
+        )
+    if stage == 3 and counts_by_group(state):
+        yield (
+            f"{kind} counts updates per parameter group. At stage 3 DeepSpeed steps a group in"
+            " several parts, and each part would count as an update. Use stage 1 or 2, or"
+            " af.wrap_fsdp()."
+        )
+    metas = dict(skeleton.module.named_parameters())
+    ids = {id(metas[name]) for name in skeleton.trainable}
+    for i, group in enumerate(optimizer.param_groups):
+        if not any(id(param) in ids for param in group["params"]):
+            yield (
+                f"parameter group {i} has no trained parameter, which DeepSpeed does not support."
+                " Remove the group, or train one of its parameters."
             )
-            raise OptimizerError(msg)
-        if self.stage == 3 and counts_by_group(state):
-            msg = (
-                f"{self!r}: {type(optimizer).__name__} counts updates per parameter group. At"
-                " stage 3 DeepSpeed steps a group in several parts, and each part would count as"
-                " an update. Use stage 1 or 2, or af.wrap_fsdp()."
-            )
-            raise OptimizerError(msg)
-        metas = dict(skeleton.module.named_parameters())
-        ids = {id(metas[name]) for name in skeleton.trainable}
-        for i, group in enumerate(optimizer.param_groups):
-            if not any(id(param) in ids for param in group["params"]):
-                msg = (
-                    f"{self!r}: parameter group {i} has no trained parameter, which DeepSpeed"
-                    " does not support. Remove the group, or train one of its parameters."
-                )
-                raise OptimizerError(msg)
