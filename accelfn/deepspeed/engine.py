@@ -224,9 +224,8 @@ class ReduceOrder:
     def rest(self) -> Iterator[int]:
         """Yield the parameters that are not reduced yet at the end of a pass; then reset."""
         while len(self._had) < self._count:
-            order = {*self._order}
-            untold = (i for i in range(self._count) if i not in order)
-            yield self._take(self._turn(next(untold, 0)))
+            untold = {*range(self._count)} - {*self._order}
+            yield self._take(self._turn(min(untold, default=0)))
         self.begin()
 
     def begin(self) -> None:
@@ -347,16 +346,15 @@ class Zero:
         """Use these flat tensors, and compute the model's weights from them; a collective."""
         zero = self._optimizer
         with torch.no_grad():
-            if self.stage != 3:
-                for i, flat in enumerate(self.flats):
-                    flat.data = flats[i]
-                zero.update_lp_params()
-                return
-            zero._partition_all_parameters()
+            if self.stage == 3:
+                zero._partition_all_parameters()
             for i, flat in enumerate(self.flats):
                 flat.data = flats[i]
-                zero._reassign_or_swap_out_partitioned_parameters(i)
-            if zero.persistent_parameters:
+                if self.stage == 3:
+                    zero._reassign_or_swap_out_partitioned_parameters(i)
+            if self.stage != 3:
+                zero.update_lp_params()
+            elif zero.persistent_parameters:
                 first, *_ = zero.persistent_parameters
                 first.all_gather(zero.persistent_parameters)
 
@@ -414,10 +412,8 @@ class Zero:
         self._coalesce(on=False)
         self._engine.set_gradient_accumulation_boundary(True)
         self._flushes = True
-        if self.stage == 3:
-            self._engine._flush_coalesced_reduction_zero3(self._optimizer)
-        else:
-            self._engine._flush_coalesced_reduction_zero12(self._optimizer)
+        stages = "zero3" if self.stage == 3 else "zero12"
+        getattr(self._engine, f"_flush_coalesced_reduction_{stages}")(self._optimizer)
         self._flushes = False
 
     def _tell_all_came(self) -> None:

@@ -117,7 +117,6 @@ def _by_calls(pieces: Mapping[str, torch.Tensor], have: Runs) -> Iterator[list[s
         yield names
 
 
-_FLAT = "<flat {}>"
 _TO_ROWS, _TO_FLATS = "ZeRO: read a state", "ZeRO: take over a state"
 
 
@@ -169,22 +168,16 @@ class Flats:
         """Return the names of the parameters in a flat tensor."""
         return [name for name, place in self.places.items() if place.flat == flat]
 
-    def pieces(self, flat: int, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return views of this rank's elements of each parameter in a flat tensor."""
-        views: dict[str, torch.Tensor] = {}
-        for name in self.names_of(flat):
-            place = self.places[name]
-            begin, end = place.runs[self.ranks.rank]
-            views[name] = tensor.detach()[place.offset : place.offset + end - begin]
-        return views
-
     def read(self, flats: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Convert flat tensors to values by parameter name, sharded by rows; a collective."""
         pieces: dict[str, torch.Tensor] = {}
-        for flat, tensor in flats.items():
-            pieces |= self.pieces(flat, tensor)
-        device = self.layout.device  # the optimizer's shard may be on another device
-        pieces = {name: piece.to(device) for name, piece in pieces.items()}
+        for name, place in self.places.items():
+            if place.flat in flats:
+                begin, end = place.runs[self.ranks.rank]
+                flat = flats[place.flat].detach()
+                piece = flat[place.offset : place.offset + end - begin]
+                # the optimizer's shard may be on another device
+                pieces[name] = piece.to(self.layout.device)
         rows = redistribute(pieces, self.cuts, self.rows, self.ranks, label=_TO_ROWS)
         return {name: self._value(name, piece) for name, piece in rows.items()}
 
@@ -211,62 +204,51 @@ class Flats:
         return flats
 
 
+@attrs.define(eq=False, repr=False)
 class Flat(Mapping[str, Any]):
     """A field of a state in flat tensors, converted to rows by parameter name when read.
 
     Attributes:
+        field: the name of the field, for errors.
         where: where trained parameters are in the flat tensors.
         held: the flat tensors by index, which a step changes in place. For optimizer state, the
             optimizer's entries, by the key of a flat tensor or group, or by the name of a frozen
             parameter.
+        plain: the values that are not converted, such as frozen parameters, by name.
+        names: all names, in order.
+        convert: converts the other values; a collective.
     """
 
-    def __init__(
-        self,
-        field: str,
-        where: Flats,
-        flats: Any,
-        *,
-        plain: Mapping[str, Any],
-        names: Iterable[str],
-        convert: Callable[[], dict[str, Any]],
-    ) -> None:
-        """Create the mapping.
-
-        Args:
-            field: the name of the field, for errors.
-            where: where trained parameters are in the flat tensors.
-            flats: becomes the attribute `held`.
-            plain: the values that are not converted, such as frozen parameters, by name.
-            names: all names, in order.
-            convert: converts the other values; a collective.
-        """
-        self._field, self._plain, self._names = field, plain, tuple(names)
-        self.where, self.held, self._convert = where, flats, convert
-        self._rows: dict[str, Any] | None = None
-        self._versions: dict[str, int] = {}
+    field: str
+    where: Flats
+    held: Any
+    plain: Mapping[str, Any] = attrs.field(kw_only=True)
+    names: Sequence[str] = attrs.field(kw_only=True)
+    convert: Callable[[], dict[str, Any]] = attrs.field(kw_only=True)
+    _rows: dict[str, Any] | None = attrs.field(default=None, init=False)
+    _versions: dict[str, int] = attrs.field(factory=dict, init=False)
 
     def __getitem__(self, name: str) -> Any:
         """Return a value; the first read converts all values, which is a collective."""
-        if name in self._plain:
-            return self._plain[name]
+        if name in self.plain:
+            return self.plain[name]
         if self._rows is None:
             with torch.no_grad():
-                self._rows = self._convert()
+                self._rows = self.convert()
             self._versions = self._count_writes()
         return self._rows[name]
 
     def __contains__(self, name: object) -> bool:
         """Return whether a value has this name; this does not convert values."""
-        return name in self._names
+        return name in self.names
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names."""
-        return iter(self._names)
+        return iter(self.names)
 
     def __len__(self) -> int:
         """Return the number of names."""
-        return len(self._names)
+        return len(self.names)
 
     def mark_changed(self) -> None:
         """Drop converted values after a step changed the flat tensors."""
@@ -294,7 +276,7 @@ class Flat(Mapping[str, Any]):
         names = [name for name in now if now[name] != self._versions[name]]
         if names:
             msg = (
-                f"state.{self._field}: {', '.join(names[:5])} were changed in place. Under"
+                f"state.{self.field}: {', '.join(names[:5])} were changed in place. Under"
                 " af.wrap_deepspeed these tensors are copies, so DeepSpeed would not see the"
                 " change. Use state = state.with_params(...), or change the state before its"
                 " first step."
@@ -309,7 +291,7 @@ def flat_params(
     frozen: Mapping[str, torch.Tensor],
 ) -> Flat:
     """Return a state's parameters in flat tensors; `names` are those of all parameters."""
-    convert = partial(where.read, flats)
+    names, convert = tuple(names), partial(where.read, flats)
     return Flat("params", where, flats, plain=frozen, names=names, convert=convert)
 
 
@@ -330,7 +312,7 @@ def _read_entries(where: Flats, state: OptState, names: Iterable[str]) -> OptSta
     by_key: dict[str, dict[int, torch.Tensor]] = {}
     for i, size in enumerate(where.sizes):
         for key, value in state.get(flat_key(i), {}).items():
-            if is_flat(value, size):
+            if isinstance(value, torch.Tensor) and value.shape == (size,):
                 by_key.setdefault(key, {})[i] = value
                 continue
             # a value that is not elementwise, such as a count: copy it for each parameter
@@ -344,12 +326,7 @@ def _read_entries(where: Flats, state: OptState, names: Iterable[str]) -> OptSta
 
 def flat_key(index: int) -> str:
     """Return the key of a flat tensor's optimizer entry."""
-    return _FLAT.format(index)
-
-
-def is_flat(value: Any, size: int) -> bool:
-    """Return whether an optimizer's value has one element per element of a flat tensor."""
-    return isinstance(value, torch.Tensor) and value.ndim == 1 and value.numel() == size
+    return f"<flat {index}>"
 
 
 def flatten_opt_state(
@@ -397,23 +374,18 @@ def _check_alike(
     first: str,
     where: Flats,
 ) -> None:
-    lacking = [name for name in names if name not in entries]
-    one, rest = entries[first], [item for item in entries.items() if item[0] != first]
-    differ = [
-        name
-        for name, entry in rest
-        if entry.keys() != one.keys()
-        or any(
-            not _has_shape(key, one[key], first, where) and bool(one[key] != entry[key])
-            for key in one
-        )
-    ]
-    if lacking or differ:
-        other = (lacking or differ)[0]
-        reason = "fewer updates" if lacking else "another number of updates"
-        msg = (
-            "DeepSpeed keeps one optimizer state for all parameters of a group, but"
-            f" {other!r} has {reason} than {first!r} in the same group. Put parameters"
-            " that you unfreeze later in separate groups, or use af.wrap_fsdp()."
-        )
-        raise OptimizerError(msg)
+    one = entries[first]
+    shared = [key for key in one if not _has_shape(key, one[key], first, where)]
+    for name in names:
+        entry = entries.get(name, {})
+        is_alike = entry.keys() == one.keys() and name in entries
+        if name != first and not (
+            is_alike and all(bool(one[key] == entry[key]) for key in shared)
+        ):
+            reason = "another number of" if name in entries else "fewer"
+            msg = (
+                "DeepSpeed keeps one optimizer state for all parameters of a group, but"
+                f" {name!r} has {reason} updates than {first!r} in the same group. Put"
+                " parameters that you unfreeze later in separate groups, or use af.wrap_fsdp()."
+            )
+            raise OptimizerError(msg)

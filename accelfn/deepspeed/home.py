@@ -4,7 +4,8 @@
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from itertools import chain
 from typing import Any, NoReturn, Self, TypeAlias
 
 import torch
@@ -32,6 +33,7 @@ from accelfn.plug import (
     Samples,
     arguments,
     collectives,
+    draws,
     tree,
 )
 
@@ -42,9 +44,7 @@ _HELD = (
 )
 
 
-Lend: TypeAlias = Callable[
-    [Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Callable[..., Any]
-]
+Lend: TypeAlias = Callable[..., Callable[..., Any]]
 """A function of parameters and buffers. It returns a callable that runs functions `fn(model,
 ...)` on a model with these parameters and buffers."""
 LossFunction: TypeAlias = Callable[..., Any]
@@ -78,14 +78,19 @@ class ZeroBinding:
     If an engine of the same definition has already updated the state, its values are in flat
     tensors, and DeepSpeed's tensors only have to point to them. The values of other states are
     converted to flat tensors, which is a collective.
+
+    Attributes:
+        bound: the parameters of the state that is bound now.
     """
+
+    bound: Flat
 
     def __init__(
         self, state: TrainState, lend: Lend, config: Mapping[str, Any], ranks: World
     ) -> None:
         """Build the module; its parameters have memory, but no values yet."""
         assert state.definition.layout is not None  # noqa: S101 - the transform has a layout
-        self._definition, self._lend = state.definition, lend
+        self._definition, self.lend = state.definition, lend
         self._layout, self._config, self._ranks = state.definition.layout, config, ranks
         skeleton = state.definition.skeleton
         device = state.definition.world.device
@@ -101,7 +106,6 @@ class ZeroBinding:
         self._kept: dict[str, torch.Tensor] = {}
         # the optimizer state of frozen parameters, to use if they are trained again
         self._at_rest: OptState = {}
-        self._bound: Flat | None = None
         self._used: list[torch.Tensor] = []
         self._held: HeldGradients | None = None
 
@@ -117,12 +121,6 @@ class ZeroBinding:
         weakref.finalize(self, self.zero.free)
         return self.zero
 
-    @property
-    def bound(self) -> Flat:
-        """The parameters of the state that is bound now."""
-        assert self._bound is not None  # noqa: S101 - a step binds a state first
-        return self._bound
-
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
         """Make DeepSpeed use a state's parameters; convert them if they are not flat."""
         with torch.no_grad():
@@ -132,7 +130,7 @@ class ZeroBinding:
                 values = {name: params[name] for name in self.trained}
                 flats = self.where.to_flats(values)
                 flat = flat_params(params, self.where, flats, frozen)
-            self._bound = flat
+            self.bound = flat
             self._keep(frozen)
             self.zero.point_at(flat.held)
 
@@ -223,12 +221,6 @@ class ZeroBinding:
         self._used.clear()
         self._held = None
 
-    def lend(
-        self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
-    ) -> Callable[..., Any]:
-        """Return a callable that runs functions on a model with these parameters and buffers."""
-        return self._lend(params, buffers)
-
     def to_state(self, opt_state: OptState) -> Any:
         """Return DeepSpeed's optimizer state as a mapping by name, converted when read."""
         return flat_opt_state(self.where, {**self._at_rest, **opt_state})
@@ -238,10 +230,6 @@ class ZeroBinding:
         self._at_rest = {n: opt_state[n] for n in self._frozen if n in opt_state}
         flat = self._flat_here(opt_state)
         return flatten_opt_state(self.where, opt_state) if flat is None else flat.held
-
-    def flats_by_name(self) -> dict[torch.Tensor, str]:
-        """Return the key of each flat tensor's optimizer state."""
-        return {flat: flat_key(i) for i, flat in enumerate(self.zero.flats)}
 
 
 # `GatherCheck`: raise an error if a loss uses parameters that stage 3 has not gathered.
@@ -291,21 +279,14 @@ class GatherCheck(TorchFunctionMode):
         """
         options = kwargs or {}
         if getattr(func, "__name__", "") not in _ASKED:
-            for value in _leaves((*args, *options.values())):
+            values = (*args, *options.values())
+            lists = (v if isinstance(v, (list, tuple)) else (v,) for v in values)
+            for value in chain.from_iterable(lists):
                 name = self._names.get(id(value))
                 if name is not None and value.ds_status.name == "NOT_AVAILABLE":
                     msg = NOT_GATHERED.format(which=f"the parameter {name!r}")
                     raise LossError(msg)
         return func(*args, **options)
-
-
-def _leaves(values: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield the arguments of a call; instead of a list or tuple, yield its items."""
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from value
-        else:
-            yield value
 
 
 # `ZeroRunner`: run the loss inside DeepSpeed's engine.
@@ -363,11 +344,13 @@ class ZeroRunner:
             self._home.note_none()
         self._sync = sync
         reduces = sync or self._in_parts
-        with self._forward, self._gather_check(loss_fn):
+        is_known = any(fn is loss_fn for fn in self._known)
+        checks = self._zero.stage == 3 and not is_known
+        with self._forward, GatherCheck(self._home.names) if checks else draws.NOTHING:
             self._scalar = self._zero.forward(
                 loss_fn, samples, reduces=reduces, ends=sync
             )
-        if not self._is_known(loss_fn):
+        if not is_known:
             self._known.append(loss_fn)
         return self._root.take_read()
 
@@ -382,11 +365,10 @@ class ZeroRunner:
         In the last micro-batch of an update, DeepSpeed reduces all gradients, and this returns
         the weight of the loss, averaged over the ranks.
         """
-        scalar = self._scalar
+        loss = self._scalar
         del self._scalar
         if scale is not None:
-            scale = torch.as_tensor(scale, dtype=scalar.dtype, device=scalar.device)
-        loss = scalar if scale is None else scalar * scale
+            loss = loss * torch.as_tensor(scale, dtype=loss.dtype, device=loss.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
         waits: list[Callable[[], object]] = []
 
@@ -426,15 +408,6 @@ class ZeroRunner:
             lines = "; ".join(f"on rank {rank} {row}" for rank, row in enumerate(rows))
             raise UnusedParametersError(_UNUSED.format(lines=lines))
 
-    def _gather_check(self, loss_fn: LossFunction) -> AbstractContextManager[object]:
-        """Return a `GatherCheck` for the first pass of a loss at stage 3; else do nothing."""
-        if self._zero.stage < 3 or self._is_known(loss_fn):
-            return nullcontext()
-        return GatherCheck(self._home.names)
-
-    def _is_known(self, loss_fn: LossFunction) -> bool:
-        return any(fn is loss_fn for fn in self._known)
-
     def let_go(self) -> None:
         """Remove DeepSpeed's references to the process group, before the world is closed."""
         self._is_over = True
@@ -455,14 +428,10 @@ class ZeroOptimizer:
     def __init__(self, home: ZeroBinding) -> None:
         """Store the binding; DeepSpeed's engine does not exist yet."""
         self._home = home
-        self._live: LiveOptimizer | None = None
         self._shown: Any = None
 
     def load(self, state: OptState) -> None:
         """Load optimizer state into DeepSpeed's optimizer."""
-        if self._live is None:
-            base, names = self._home.zero.base, self._home.flats_by_name()
-            self._live = LiveOptimizer(base, names, self._home)
         self._live.load(state)
         self._shown = state
 
@@ -473,7 +442,7 @@ class ZeroOptimizer:
             OptimizerError: a schedule-free optimizer is not in training mode.
             StateError: a value that was read from the state was changed in place.
         """
-        self._bound_optimizer.expect(hyper)
+        self._live.expect(hyper)
         if isinstance(self._shown, Flat):
             self._shown.check_read()
 
@@ -488,7 +457,7 @@ class ZeroOptimizer:
         skip: torch.Tensor | None = None,
     ) -> OptState | None:
         """Run an optimizer step; return the new optimizer state, or None if it was skipped."""
-        live, home = self._bound_optimizer, self._home
+        live, home = self._live, self._home
         live.begin(hyper)
         home.bound.mark_changed()
         if isinstance(self._shown, Flat):
@@ -500,7 +469,8 @@ class ZeroOptimizer:
         self._shown = state
         return state
 
-    @property
-    def _bound_optimizer(self) -> LiveOptimizer:
-        assert self._live is not None  # noqa: S101 - a state is bound first
-        return self._live
+    @cached_property
+    def _live(self) -> LiveOptimizer:
+        zero = self._home.zero
+        names = {flat: flat_key(i) for i, flat in enumerate(zero.flats)}
+        return LiveOptimizer(zero.base, names, self._home)
