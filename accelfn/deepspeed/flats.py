@@ -211,7 +211,7 @@ class Flat(Mapping[str, Any]):
     Attributes:
         field: the name of the field, for errors.
         where: where trained parameters are in the flat tensors.
-        held: the flat tensors by index, which a step changes in place. For optimizer state, the
+        content: the flat tensors by index, which a step changes in place. For optimizer state, the
             optimizer's entries, by the key of a flat tensor or group, or by the name of a frozen
             parameter.
         plain: the values that are not converted, such as frozen parameters, by name.
@@ -221,7 +221,7 @@ class Flat(Mapping[str, Any]):
 
     field: str
     where: Flats
-    held: Any
+    content: Any
     plain: Mapping[str, Any] = attrs.field(kw_only=True)
     names: Sequence[str] = attrs.field(kw_only=True)
     convert: Callable[[], dict[str, Any]] = attrs.field(kw_only=True)

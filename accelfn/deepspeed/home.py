@@ -83,8 +83,6 @@ class ZeroBinding:
         bound: the parameters of the state that is bound now.
     """
 
-    bound: Flat
-
     def __init__(
         self, state: TrainState, lend: Lend, config: Mapping[str, Any], ranks: World
     ) -> None:
@@ -132,7 +130,7 @@ class ZeroBinding:
                 flat = flat_params(params, self.where, flats, frozen)
             self.bound = flat
             self._keep(frozen)
-            self.zero.point_at(flat.held)
+            self.zero.point_at(flat.content)
 
     def _flat_here(self, values: object) -> Flat | None:
         """Return values if they are flat tensors with the layout of this binding."""
@@ -229,7 +227,9 @@ class ZeroBinding:
         """Convert the optimizer state of a `TrainState` for DeepSpeed's optimizer."""
         self._at_rest = {n: opt_state[n] for n in self._frozen if n in opt_state}
         flat = self._flat_here(opt_state)
-        return flatten_opt_state(self.where, opt_state) if flat is None else flat.held
+        if flat is None:
+            return flatten_opt_state(self.where, opt_state)
+        return flat.content
 
 
 # `GatherCheck`: raise an error if a loss uses parameters that stage 3 has not gathered.

@@ -390,10 +390,10 @@ def _check_stands(place: str, layers: Layers, word: str) -> None:
     Raises:
         LossError: the module is not in a region, or not where sequences are split.
     """
-    begun, where = layers.open, "between a column and a row layer"
+    region, where = layers.open, "between a column and a row layer"
     if word == SEQUENCE:
-        begun, where = layers.split, "in a part of the model where sequences are split"
-    if begun is None:
+        region, where = layers.split, "in a part of the model where sequences are split"
+    if region is None:
         msg = (
             f"af.tensor_parallel: the plan says {word!r} for {place!r}, but this module is not"
             f" {where}. There, every rank already has the full gradient, and a sum over ranks"

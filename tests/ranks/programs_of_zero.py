@@ -616,8 +616,8 @@ def forgotten(world: af.World, each: Trained) -> None:
     torch.set_num_threads(1)
     state = stepped(each, each.state(world), 2)
     other = state.copy()
-    kept = [t for entry in state._opt_state.held.values() for t in entry.values()]
-    held = [*state._params.held.values(), *kept]
+    kept = [t for entry in state._opt_state.content.values() for t in entry.values()]
+    held = [*state._params.content.values(), *kept]
     memory = [StorageWeakRef(t.untyped_storage()) for t in held if torch.is_tensor(t)]
     other = stepped(each, other, 1)
     del state, kept, held
