@@ -65,7 +65,16 @@ def launch_script(
         LaunchError: `script` does not exist, or the machines did not connect. No process was
             started.
     """
-    _check(script, module=module)
+    if not module and not arguments.is_file(Path(script)):
+        msg = (
+            f"there is no file {script!r} in {Path.cwd()}; name a Python script without"
+            " `python` before it, or a module after -m."
+        )
+        if arguments.is_directory(Path(script)):
+            msg = (
+                f"{script!r} is a directory; pass a Python script, or -m and a module."
+            )
+        raise LaunchError(msg)
     # Rank 0 writes to the terminal directly, so that progress bars work. This process
     # copies the lines of the other ranks, and must not buffer them.
     if isinstance(sys.stdout, TextIOWrapper):
@@ -126,19 +135,6 @@ def run_here(
             return run_ranks(command, plan, log_dir=log_dir, follow_all=follow_all)
     except SignalException as error:
         return error.sigval
-
-
-def _check(script: str, *, module: bool) -> None:
-    if module or arguments.is_file(Path(script)):
-        return
-    if arguments.is_directory(Path(script)):
-        msg = f"{script!r} is a directory; pass a Python script, or -m and a module."
-    else:
-        msg = (
-            f"there is no file {script!r} in {Path.cwd()}; name a Python script without"
-            " `python` before it, or a module after -m."
-        )
-    raise LaunchError(msg)
 
 
 def _variables(plan: Plan) -> dict[str, tuple[str, str]]:
