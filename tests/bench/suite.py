@@ -316,6 +316,35 @@ SUITE = (
         nproc=2,
     ),
     Benchmark(
+        name="front_page",
+        module="front_page",
+        title="A step with the setup of the README, on two processes",
+        how=(
+            "The network of the README's first program, in bfloat16 with four micro-batches and "
+            "clipped gradients, AdamW, 96 rows per update, two processes with Gloo. All "
+            "contestants run in the same two processes. One block is 50 updates, between two "
+            "barriers."
+        ),
+        targets=(("accelfn", 0.98),),
+        rounds=40,
+        quick_rounds=8,
+        nproc=2,
+    ),
+    Benchmark(
+        name="program",
+        module="program",
+        title="A whole program on two processes",
+        how=(
+            "The README's first program: three epochs of 18 updates on the digits, with the "
+            "setup of the benchmark above. All programs run under the same launcher, each round "
+            "in new processes. The time begins after the imports and ends with the first update, "
+            "or with the last one."
+        ),
+        targets=(("first update: accelfn", 1.5), ("three epochs: accelfn", 1.05)),
+        rounds=12,
+        quick_rounds=4,
+    ),
+    Benchmark(
         name="fsdp",
         module="fsdp",
         title="A step of a model that is sharded over two processes",
