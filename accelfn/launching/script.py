@@ -105,9 +105,8 @@ def run_here(
         LaunchError: the system is Windows, or macOS with Python 3.12 or earlier. Or the machines
             did not connect.
     """
-    if not hasattr(
-        os, "waitid"
-    ):  # it says how a child process ended without reaping it
+    # waitid says how a child process ended without reaping it
+    if not hasattr(os, "waitid"):
         msg = (
             "af.launch and `accelfn launch` need Linux, or macOS with Python 3.13 or later. Start"
             " the script with torchrun, or simulate ranks: accelfn.testing.simulate(2, fn)."

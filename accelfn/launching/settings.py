@@ -287,9 +287,8 @@ class Settings:
         elif count > 1:
             required_names = ("machine_rank", "main_address")
         elif static and self.by_name["num_machines"].source == DEFAULT:
-            required_names = (
-                "num_machines",
-            )  # without it, these settings have no effect
+            # without it, these settings have no effect
+            required_names = ("num_machines",)
         missing = [name for name in required_names if name not in static + dynamic]
         if missing and is_whole:
             flags = dynamic or ([] if isinstance(count, str) else static)

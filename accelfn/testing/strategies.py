@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
 import torch
+from hypothesis import reject
 from hypothesis import strategies as st
 from torch import nn
 
@@ -667,7 +668,13 @@ def _programs(
         fits = args["batch_size"] <= n
         kinds = ["drop"] if exact else ["short", "pad", *(["drop"] if fits else [])]
         args["remainder"] = draw(st.sampled_from(kinds))
-    return Program(**_with_unused_found(args, values))
+    program = Program(**_with_unused_found(args, values))
+    if any(isinstance(t, af.diloco) and t.fragments > 1 for t in program.setup):
+        try:
+            program.state()
+        except ArgumentError:  # a small model cannot be divided into fragments
+            reject()
+    return program
 
 
 _BATCH_SIZES = st.integers(1, 8)

@@ -227,9 +227,8 @@ class _Story:
         self.resumed: list[int] = []
         self.superseded = 0
         self._began = False
-        self._num_opened = (
-            0  # how often the file was opened again since the last record
-        )
+        # how often the file was opened again since the last record
+        self._num_opened = 0
 
     def hear(self, record: dict[str, Any]) -> None:
         if "hyperparameters" in record:
