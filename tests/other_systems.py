@@ -26,11 +26,15 @@ _UNIX = (
     "fork register_at_fork getuid geteuid killpg setsid O_NOFOLLOW O_CLOEXEC O_NONBLOCK pread"
     " pwrite preadv pwritev posix_fallocate posix_fadvise statvfs sysconf uname fchmod"
 )
-_SIGNALS = "SIGKILL SIGHUP SIGQUIT SIGUSR1 SIGUSR2 SIGCHLD SIGCONT pthread_kill pthread_sigmask"
+_SIGNALS = "SIGKILL SIGSTOP SIGHUP SIGQUIT SIGUSR1 SIGUSR2 SIGCHLD SIGCONT"
 _MAPS = " ".join(n for n in dir(mmap) if n.startswith(("MAP_", "MADV_", "PROT_")))
 MISSING: dict[str, dict[Any, str]] = {
     "darwin": {os: f"{_WAITS} {_AFFINITY}", mmap: "MADV_HUGEPAGE"},
-    "win32": {os: f"{_UNIX} {_WAITS} {_AFFINITY}", signal: _SIGNALS, mmap: _MAPS},
+    "win32": {
+        os: f"{_UNIX} {_WAITS} {_AFFINITY}",
+        signal: f"{_SIGNALS} pthread_kill pthread_sigmask",
+        mmap: _MAPS,
+    },
 }
 """Names of modules that a system lacks."""
 

@@ -347,16 +347,16 @@ _LOST_PEER = (
     *("Broken pipe", "failed to recv, got 0 bytes", "ncclRemoteError"),
 )
 _CRASHED = "its stack is in the output above, after 'Fatal Python error'"
-_WHY_SIGNALED: Mapping[int, str] = {
-    signal.SIGSTOP: "a person or a debugger stopped this process and did not continue it.",
-    signal.SIGKILL: "the system does this when memory runs out; see its log (dmesg).",
-    signal.SIGTERM: "a person or a scheduler ended this process, and no other.",
-    signal.SIGABRT: (
+_WHY_SIGNALED: Mapping[str, str] = {
+    "SIGSTOP": "a person or a debugger stopped this process and did not continue it.",
+    "SIGKILL": "the system does this when memory runs out; see its log (dmesg).",
+    "SIGTERM": "a person or a scheduler ended this process, and no other.",
+    "SIGABRT": (
         f"{_CRASHED}. If the output names Gloo, ranks were in different collectives: Gloo"
         " aborts a process that receives more data than it expects. Call every collective on"
         " all ranks, not inside `if world.is_main`. To find both calls, also those of wrap_ddp"
         " and wrap_fsdp, run accelfn.testing.simulate(2, train)."
-        " World.from_env(checked=True) only finds calls such as af.mean."
+        " World.from_env(checked=True) only finds calls such as af.all_reduce."
     ),
 }
 
@@ -537,7 +537,7 @@ def _why_no_traceback(failure: Failure) -> str:
     if failure.status >= 0:
         why = "the process ended itself without an exception (os._exit, C code)."
     else:
-        why = _WHY_SIGNALED.get(-failure.status, f"{_CRASHED}.")
+        why = _WHY_SIGNALED.get(signal.Signals(-failure.status).name, f"{_CRASHED}.")
     return f"It left no traceback: {why}"
 
 
