@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from accelfn.base.arguments import exists, package
+from accelfn.base.arguments import exists, is_file, package
 from accelfn.checkpoint import commit, files, manifest
 from accelfn.errors import ArgumentError
 
@@ -106,7 +106,7 @@ class Mirror:
         }
 
     def _send(self, folder: Path) -> None:
-        paths = [path for path in folder.rglob("*") if path.is_file()]
+        paths = [path for path in folder.rglob("*") if is_file(path)]
         for path in sorted(paths, key=lambda path: path == folder / manifest.NAME):
             target = f"{self._root}/{path.relative_to(folder.parent).as_posix()}"
             self._files.makedirs(target.rpartition("/")[0], exist_ok=True)

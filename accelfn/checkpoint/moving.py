@@ -133,8 +133,10 @@ def move(
         with arrivals.to_the_end():
             return receive(fresh, manifest, arrivals)
 
-    take = partial(restore_from, fresh, receive_all)
-    new_state, _ = _run_on_all("receive the state", meeting, take, arrivals=arrivals)
+    task = "receive the state"
+    source, _ = _run_on_all(task, meeting, receive_all, arrivals=arrivals)
+    load = partial(restore_from, fresh, lambda: source)
+    new_state, _ = _run_on_all("load the state", meeting, load)
     return new_state
 
 

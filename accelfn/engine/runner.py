@@ -220,13 +220,12 @@ def lend_module(
 
 
 def full_results(results: Any) -> Any:
-    """Gather the tensors of a tree that split layers returned; a collective if there are any."""
-    return tree.tree_map(_full_tensor, results)
+    """Gather the scores in a tree that split layers returned; a collective if there are any."""
+    return tree.tree_map(_full_scores, results)
 
 
-def _full_tensor(leaf: Any) -> Any:
-    is_split = isinstance(leaf, torch.Tensor) and hasattr(leaf, "full_tensor")
-    return cast("Any", leaf).full_tensor() if is_split else leaf
+def _full_scores(leaf: Any) -> Any:
+    return leaf.full_scores() if hasattr(leaf, "full_scores") else leaf
 
 
 # Convert the optimizer state of sharded parameters.

@@ -295,8 +295,7 @@ def run_ranks(
         role="default",
         local_world_size=nproc,
         entrypoint=sys.executable,
-        # torch's launcher replaces `${local_rank}` in an argument
-        args=tuple(arg.replace("$", "$$") for arg in command),
+        args=tuple(map(_as_template, command)),
         rdzv_handler=handler,
         max_restarts=plan.max_restarts,
         monitor_interval=_EVERY_SECONDS,
@@ -329,3 +328,8 @@ def _not_met(machines: Machines, error: Exception) -> LaunchError:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def _as_template(arg: str) -> str:
+    """Escape an argument, because torch's launcher replaces `${local_rank}` in it."""
+    return arg.replace("$", "$$")

@@ -550,11 +550,6 @@ def find_problems(
         module: the model, with meta tensors.
         size: the number of ranks along "tp".
     """
-    if not plan and not own_layers(module):
-        yield (
-            f"the plan is empty, and {type(module).__name__} has no layer of"
-            f" af.megatron.layers(world), which splits itself. Pass {_EXPECTED}."
-        )
     modules = dict(module.named_modules())
     for pattern in plan:
         if not any(_matches(pattern, name) for name in modules):
@@ -582,6 +577,11 @@ def find_problems(
                 " differently in the two places. Name both layers in the plan: if an output"
                 ' head is tied to a "vocabulary" embedding, the head is "gathered".'
             )
+    if not plan and not own_layers(module):
+        yield (
+            f"the plan is empty, and {type(module).__name__} has no layer of"
+            f" af.megatron.layers(world), which splits itself. Pass {_EXPECTED}."
+        )
 
 
 def _explain_name(pattern: str, module: nn.Module) -> str:

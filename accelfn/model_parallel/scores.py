@@ -110,7 +110,7 @@ class Scores(torch.Tensor):
         scores._ranks, scores._dim = ranks, dim % part.ndim
         return scores
 
-    def full_tensor(self) -> torch.Tensor:
+    def full_scores(self) -> torch.Tensor:
         """Return the scores of all words; a collective."""
         return gather_from_ranks(_part(self), self._dim, self._ranks)
 
@@ -150,7 +150,7 @@ class Scores(torch.Tensor):
 def gather_scores(results: Any) -> Any:
     """Gather all split scores in a tree of results; a collective if there are any."""
     return tree.tree_map(
-        lambda leaf: leaf.full_tensor() if isinstance(leaf, Scores) else leaf, results
+        lambda leaf: leaf.full_scores() if isinstance(leaf, Scores) else leaf, results
     )
 
 

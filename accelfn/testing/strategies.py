@@ -544,7 +544,7 @@ class Program:
 
     Example:
         >>> program = Program(Samples([[1, 2, 0]], [[3, 4]]), Net(dyadic=True), updates=1)
-        >>> program(World.single(device="cpu")).step
+        >>> program(af.World.single(device="cpu")).step
         1
     """
 

@@ -67,6 +67,31 @@ def test_nothing_is_lost_where_nothing_counts(weights: list[float], size: int) -
     assert float((applied - true).abs().max()) <= 1e-9
 
 
+@given(seed=st.integers(0, 99))
+def test_factors_follow_the_gradients(seed):
+    """The right factor of an update is the left one of the next: a power iteration."""
+    matrix = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed)).double()
+
+    def train(world: af.World) -> list[torch.Tensor]:
+        state = af.TrainState.create(
+            model=lambda: nn.Linear(5, 4, bias=False, dtype=torch.float64),
+            optimizer=functools.partial(torch.optim.SGD, lr=1.0),
+            setup=af.chain(af.wrap_ddp(), low_rank()),
+            world=world,
+        )
+        step, found = af.make_step(lambda net, x: (net.weight * x).sum()), []
+        for _ in range(2):
+            before = state.params["weight"].clone()
+            state, _ = step(state, matrix)
+            found.append(before - state.params["weight"])
+        return found
+
+    first, second = simulate(2, train)[0]
+    error = 2 * matrix - first
+    basis = torch.linalg.qr(error @ torch.linalg.svd(first).Vh[:1].mH).Q
+    torch.testing.assert_close(second, basis @ (error.mH @ basis).mH)
+
+
 @given(
     run=runs(dyadic=False, kind="plain", updates=3),
     size=SIZES,

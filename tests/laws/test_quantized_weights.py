@@ -21,10 +21,16 @@ KINDS = {
     "nf4 in float32": partial(FOUR, quant_type="nf4", quant_storage=torch.float32),
     "int8": partial(bnb.nn.Linear8bitLt, has_fp16_weights=False),
 }
+
+
+def is_base(name, _):
+    return name == "base"
+
+
 SETUPS = {
     "one": af.chain(),
     "ddp": af.chain(af.shard_data(), af.wrap_ddp()),
-    "fsdp": af.chain(af.shard_data(), af.wrap_fsdp(units=bnb.nn.Linear4bit)),
+    "fsdp": af.chain(af.shard_data(), af.wrap_fsdp(units=is_base)),
 }
 setups = st.sampled_from(list(SETUPS))
 

@@ -60,9 +60,7 @@ def calls_of_pathlib(file: Path) -> list[int]:
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in OF_PATHLIB
-        and not (
-            isinstance(node.func.value, ast.Name) and node.func.value.id == "arguments"
-        )
+        and ast.unparse(node.func.value) not in ("arguments", "self._files")  # fsspec
     ]
 
 

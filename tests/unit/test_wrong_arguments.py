@@ -291,7 +291,7 @@ def test_a_schedule_needs_a_rate():
         def step(self, closure=None):
             del closure
 
-    with pytest.raises(af.errors.OptimizerError, match="sets 'lr', .* only 'speed'"):
+    with pytest.raises(af.errors.OptimizerError, match="set 'lr', .* only 'speed'"):
         create(optimizer=Rateless, schedule=af.schedules.constant())
 
 
