@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmark of a step with the setup of the README's first program, on two processes."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +45,10 @@ def measure(rounds: int) -> list[Figure]:
 
 def _measure(world: af.World, rounds: int) -> list[Figure]:
     batches = in_turn(seed=world.rank, count=48)
+
+    def in_parts(count: int) -> Iterator[Any]:
+        return (af.micro_batches(batch, PARTS) for batch in batches(count))
+
     state = af.TrainState.create(model=net, optimizer=adamw, setup=SETUP, world=world)
     fabric = Fabric(
         accelerator="cpu", devices=2, strategy="ddp", precision="bf16-mixed"
@@ -50,7 +56,7 @@ def _measure(world: af.World, rounds: int) -> list[Figure]:
     fabric.launch()
     loops = {
         "by hand": by_hand(batches),
-        "accelfn": by_accelfn(state, batches),
+        "accelfn": by_accelfn(state, in_parts),
         "Accelerate": by_accelerate(batches),
         "Lightning Fabric": by_fabric(fabric, batches),
     }

@@ -341,7 +341,7 @@ SUITE = (
             "or with the last one."
         ),
         targets=(("first update: accelfn", 1.5), ("three epochs: accelfn", 1.05)),
-        rounds=12,
+        rounds=8,
         quick_rounds=4,
     ),
     Benchmark(
