@@ -147,6 +147,20 @@ def test_ls_has_a_row_for_each(store, capsys):
         assert row[1:3] == [f"{size / 1000:.1f}", "kB"]
 
 
+def test_ls_tells_what_is_cut_off(store, capsys):
+    """A file that is cut off or gone is named, and the row says no; so is what was left."""
+    with (store / "step-00000001" / "rank-00000.safetensors").open("ab") as file:
+        file.truncate(100)
+    (store / "step-00000002" / "rank-00000.safetensors").unlink()
+    (store / ".tmp-step-00000009").mkdir()
+    code, (_, *rows), _ = run(capsys, "ls", store)
+    assert (code, len(rows)) == (0, 4)
+    assert [row.split()[5] for row in rows[:3]] == ["no", "no", "yes"]
+    assert "rank-00000.safetensors has 100 bytes, but should have" in rows[0]
+    assert "Files are missing: ['rank-00000.safetensors']" in rows[1]
+    assert rows[3].startswith(".tmp-step-00000009 is being written, or was left")
+
+
 def test_states_that_were_saved_together(tmp_path, capsys):
     """`ls` names them, `verify` reads all, `export` takes the directory of one."""
     folder = tmp_path / "runs"
@@ -224,9 +238,10 @@ def as_exported(folder):
 
 @pytest.mark.parametrize(("words", "at"), [((), "train"), (("--slot", "ema"), "eval")])
 def test_export_is_that_of_the_state(words, at, tmp_path, capsys):
-    """Without a model the very file is written that `af.export_model` writes."""
-    (*_, state) = states(3)
-    af.save(state, tmp_path / "saved")
+    """The very file is written that `af.export_model` writes, of a store's newest state."""
+    with af.CheckpointStore(tmp_path / "saved") as store:
+        for state in states(3):
+            store.save(state)
     af.export_model(state, tmp_path / "expected", at=at)
     out = tmp_path / "out"
     code, rows, err = run(capsys, "export", tmp_path / "saved", out, *words)

@@ -249,8 +249,8 @@ OTHERS = {
     "af.Batch(part=)": "made by the reader",
     "testing.Run(updates=)": "made by a run",
     "af.typing.WeightedSum(unit=)": "any weight",
-    "accelfn launch, and its files(num_machines=)": "test_cli_settings",
-    "accelfn launch, and its files(max_restarts=)": "test_cli_settings",
+    "accelfn launch, and its files(num_machines=)": "test_cli",
+    "accelfn launch, and its files(max_restarts=)": "test_cli",
 }
 """Options whose default is an integer, and why they do not count from some number on."""
 
