@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.internals import flat
 from tests.waiting import HANGS
 
 WORLD = af.World.single(device="cpu")
@@ -46,9 +47,21 @@ class Broken:
             raise ConnectionError("no network")
 
 
-def same(one, other):
-    """Return whether two numbers are, NaN and NaN too."""
-    return one == other or (math.isnan(one) and math.isnan(other))
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.jsonl"
+
+
+@pytest.fixture
+def memory():
+    return af.track.in_memory(world=WORLD)
+
+
+def track(path, *steps, loss=1.0, **options):
+    """Open a log, and write the loss at some steps."""
+    with af.track.jsonl(path, world=WORLD, **options) as tracker:
+        for step in steps:
+            tracker({"loss": loss}, step)
 
 
 def remaining(records):
@@ -70,41 +83,35 @@ def test_what_was_tracked_is_read_back(tmp_path_factory, records):
             tracker(metrics, step)
     left, log = remaining(records), af.track.read(path)
     assert sorted(left) == list(log.times)
-    found = {(n, s): v for n, each in log.metrics.items() for s, v in each.items()}
-    told = {(n, s): float(v) for s, each in left.items() for n, v in each.items()}
-    assert found.keys() == told.keys()
-    assert all(same(found[key], told[key]) for key in told)
+    found = {(n, s): v.hex() for n, e in log.metrics.items() for s, v in e.items()}
+    told = {(n, s): float(v).hex() for s, e in left.items() for n, v in e.items()}
+    assert found == told
 
 
 @given(cut=st.integers(0, 400))
 def test_a_line_is_whole_or_absent(tmp_path_factory, cut):
     """Of a file cut anywhere the whole lines are read, and a tracker goes on after them."""
     path = tmp_path_factory.mktemp("run") / "run.jsonl"
-    with af.track.jsonl(path, world=WORLD) as tracker:
-        for step in range(5):
-            tracker({"loss": step / 3}, step)
+    track(path, *range(5), loss=1 / 3)
     data = path.read_bytes()[:cut]
     path.write_bytes(data)
     lines = [json.loads(line) for line in data.split(b"\n")[:-1]]
     steps = [line["step"] for line in lines if "step" in line]
     assert list(af.track.read(path).times) == steps
     assert af.track.read(path).unfinished == (not data.endswith(b"\n") and cut > 0)
-    with af.track.jsonl(path, world=WORLD) as tracker:
-        tracker({"loss": 1.0}, 9)
+    track(path, 9)
     assert list(af.track.read(path).times) == [*steps, 9]
     assert not af.track.read(path).unfinished
 
 
 @pytest.mark.parametrize("length", [1, 70_000])
-def test_half_a_line_is_cut_off(tmp_path, length):
+def test_half_a_line_is_cut_off(path, length):
     """What a crash has left of a line is gone when the run goes on, the first line's too."""
-    path = tmp_path / "run.jsonl"
-    for written, steps in (("", [9]), ('{"accelfn": 1, "began": 0}\n', [9])):
+    for written in ("", '{"accelfn": 1, "began": 0}\n'):
         path.write_text(written + "x" * length)
-        with af.track.jsonl(path, world=WORLD) as tracker:
-            tracker({"loss": 1.0}, 9)
+        track(path, 9)
         assert path.read_text().startswith(written)
-        assert list(af.track.read(path).times) == steps
+        assert list(af.track.read(path).times) == [9]
     with path.open("a") as file:  # more than is read at once
         file.writelines(f'{{"step": 9, "note": {"y" * 70!r}}}\n' for _ in range(2000))
     lines = path.read_text().count("\n")
@@ -114,9 +121,8 @@ def test_half_a_line_is_cut_off(tmp_path, length):
     assert path.read_text().count("\n") == lines + 1
 
 
-def test_a_strict_parser_reads_what_is_not_finite(tmp_path):
+def test_a_strict_parser_reads_what_is_not_finite(path):
     """Infinities and NaN are texts, in hyperparameters too, however deep they lie."""
-    path = tmp_path / "run.jsonl"
     with af.track.jsonl(path, world=WORLD) as tracker:
         tracker.hyperparameters({"bound": math.inf, "a": [1.5, {"b": [math.nan]}]})
         tracker({"a": math.nan, "b": math.inf, "c": -math.inf}, 1)
@@ -131,19 +137,14 @@ def test_a_strict_parser_reads_what_is_not_finite(tmp_path):
     assert af.track.read(path).metrics["c"] == {1: -math.inf}
 
 
-def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path):
+def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(path):
     """With `step=`, later steps count no more, also those that the run does not reach again."""
-    path = tmp_path / "run.jsonl"
-    with af.track.jsonl(path, world=WORLD) as tracker:
-        for step in range(1, 8):
-            tracker({"loss": 1.0}, step)
-    with af.track.jsonl(path, world=WORLD, step=4) as tracker:
-        tracker({"loss": 2.0}, 9)
+    track(path, *range(1, 8))
+    track(path, 9, loss=2.0, step=4)
     log = af.track.read(path)
     assert log.metrics["loss"] == {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0, 9: 2.0}
     assert (log.superseded, log.resumed) == (3, (4,))
-    with af.track.jsonl(path, world=WORLD, step=0) as tracker:
-        tracker({"loss": 3.0}, 20)
+    track(path, 20, loss=3.0, step=0)
     log = af.track.read(path)
     assert log.metrics["loss"] == {20: 3.0}
     assert (log.superseded, log.resumed) == (8, (0,))
@@ -162,13 +163,10 @@ def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path):
         ([[1, 2], [3, 4], [3]], (2, 2)),
     ],
 )
-def test_a_run_is_resumed_where_its_next_step_says(tmp_path, openings, resumed):
+def test_a_run_is_resumed_where_its_next_step_says(path, openings, resumed):
     """Where no `step=` did; what was opened before steps that count no more is gone."""
-    path = tmp_path / "run.jsonl"
     for steps in openings:
-        with af.track.jsonl(path, world=WORLD) as tracker:
-            for step in steps:
-                tracker({"loss": 0.5}, step)
+        track(path, *steps)
     assert af.track.read(path).resumed == resumed
 
 
@@ -188,9 +186,8 @@ def test_a_killed_process_loses_no_record(tmp_path):
     assert list(af.track.read(tmp_path / "run.jsonl").times) == list(range(100))
 
 
-def test_a_full_disk_ends_no_training(tmp_path):
+def test_a_full_disk_ends_no_training(path):
     """A line the disk took a part of is cut off, a warning names it once, and the end counts."""
-    path = tmp_path / "run.jsonl"
     tracker = af.track.jsonl(path, world=WORLD)
     tracker({"loss": 1.0}, 1)
     size = path.stat().st_size
@@ -217,30 +214,25 @@ def test_a_full_disk_ends_no_training(tmp_path):
     assert af.track.read(path).metrics["loss"] == {1: 1.0, 4: 4.0}
 
 
-def test_all_are_closed_where_warnings_are_errors():
-    """What one backend lost is raised when the others are closed, too."""
-    kept = af.track.in_memory(world=WORLD)
+def test_all_are_closed_where_warnings_are_errors(memory):
+    """What one backend lost is an error of accelfn, and the others are closed, too."""
     mine = af.track.custom(Broken, name="mine", world=WORLD)
-    tracker = af.track.together(mine, kept)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", af.errors.TrackingWarning)
-        tracker({"loss": 1.0}, 1)
+    tracker = af.track.together(mine, memory)
+    tracker({"loss": 1.0}, 1)
+    with pytest.raises(af.errors.Error, match="step 2"):
         tracker({"loss": 2.0}, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", af.errors.TrackingWarning)
-        with pytest.raises(af.errors.TrackingWarning, match="failed to record 1 of 2"):
-            tracker.close()
+    with pytest.raises(af.errors.TrackingWarning, match="failed to record 1 of 2"):
+        tracker.close()
     assert all(each.is_closed for each in tracker.outlets)
 
 
-def test_a_backend_that_fails_keeps_no_other_from_its_records():
+def test_a_backend_that_fails_keeps_no_other_from_its_records(memory):
     """Others get every record, closing failures are named, and the run's own error is raised."""
     broken = Broken()
-    kept = af.track.in_memory(world=WORLD)
     mine = af.track.custom(lambda: broken, name="mine", world=WORLD)
 
     def run():
-        with af.track.together(mine, kept) as tracker:
+        with af.track.together(mine, memory) as tracker:
             for step in range(4):
                 tracker({"loss": 1.0}, step)
             raise ZeroDivisionError
@@ -248,20 +240,12 @@ def test_a_backend_that_fails_keeps_no_other_from_its_records():
     with pytest.warns(af.errors.TrackingWarning) as said:  # noqa: SIM117 - this order
         with pytest.raises(ZeroDivisionError):
             run()
-    assert list(kept.backends["in_memory"].metrics["loss"]) == [0, 1, 2, 3]
+    assert list(memory.backends["in_memory"].metrics["loss"]) == [0, 1, 2, 3]
     first, last = (str(each.message) for each in said)
     assert "mine failed to record the metrics of step 1: OSError" in first
     assert "mine failed to record 3 of 4 records" in last
     assert "mine failed to close: ConnectionError: no network" in last
     assert broken.failed
-
-
-def test_a_failure_is_an_error_where_that_is_asked_for():
-    """The warning is one of accelfn's errors when filters raise it."""
-    tracker = af.track.custom(Broken, name="mine", world=WORLD)
-    tracker({"loss": 1.0}, 1)
-    with pytest.raises(af.errors.Error, match="step 2"):
-        tracker({"loss": 1.0}, 2)
 
 
 def test_other_ranks_track_nothing_and_refuse_what_rank_0_refuses(tmp_path):
@@ -357,63 +341,58 @@ def test_a_missing_package_is_named_with_its_command(
         ({"\ud800": 1.0}, 1, "a non-empty str"),
     ],
 )
-def test_what_is_no_metric_is_refused(metrics, step, said):
+def test_what_is_no_metric_is_refused(metrics, step, said, memory):
     """A mistake in the call is an error, and nothing of it is tracked."""
-    tracker = af.track.in_memory(world=WORLD)
     with pytest.raises(af.errors.ArgumentError, match=said):
-        tracker(metrics, step)
-    assert tracker.backends["in_memory"].metrics == {}
+        memory(metrics, step)
+    assert memory.backends["in_memory"].metrics == {}
 
 
-def test_numbers_of_every_kind_become_floats():
+def test_numbers_of_every_kind_become_floats(memory):
     """Python's, numpy's, tensors' of one element, and metrics of a world of 1."""
-    tracker = af.track.in_memory(world=WORLD)
-    tracker(
-        {
-            "a": 1,
-            "b": True,
-            "c": np.float32(0.5),
-            "d": torch.tensor([[2]], dtype=torch.bfloat16, requires_grad=True),
-            "e": np.ones(1),
-        },
-        1,
-    )
-    tracker(af.Metrics({"loss": (6.0, 2)}), 1)
-    found = tracker.backends["in_memory"].metrics
-    assert {n: v[1] for n, v in found.items()} == {
-        "a": 1.0,
-        "b": 1.0,
-        "c": 0.5,
-        "d": 2.0,
-        "e": 1.0,
-        "loss": 3.0,
-    }
-    assert {type(v[1]) for v in found.values()} == {float}
+    d = torch.tensor([[2]], dtype=torch.bfloat16, requires_grad=True)
+    given = {"a": 1, "b": True, "c": np.float32(0.5), "d": d, "e": np.ones(1)}
+    memory(given, 1)
+    memory(af.Metrics({"loss": (6.0, 2)}), 1)
+    found = [repr(v[1]) for v in memory.backends["in_memory"].metrics.values()]
+    assert found == ["1.0", "1.0", "0.5", "2.0", "1.0", "3.0"]
 
 
 def test_images_are_checked_and_converted():
-    """Floating-point images become bytes; those of other values are warned of."""
-    tracker = af.track.in_memory(world=WORLD)
-    tracker.images({"seen": torch.tensor([[[0.0, 0.5, 1.0]]])}, 1)
-    kept = tracker.backends["in_memory"]
-    assert kept.images["seen"][1].tolist() == [[[0], [128], [255]]]
-    images = {"seen": torch.tensor([[[0.0, 2.0]]]), "too": torch.zeros(1, 1, 1)}
+    """Floating-point images become bytes; values are read on rank 0 alone, and warned of."""
+
+    def train(world):
+        tracker = af.track.in_memory(world=world)
+        for step, dtype in enumerate((torch.float8_e5m2, torch.bfloat16, torch.float)):
+            image = torch.tensor([[[0.0, 1.0], [0.5, 0.25]]]).to(dtype)
+            tracker.images({"seen": image}, step)
+        images = {"seen": torch.tensor([[[0.0, 2.0]]]), "too": torch.zeros(1, 1, 1)}
+        tracker.images(images, 3)
+        for image, said in (
+            (torch.zeros(2, 2), "channels, height, width"),
+            (torch.empty((1, 2, 2), device="meta"), "'x' is a tensor of shape"),
+            (torch.zeros(1, 2, 2).to_sparse(), "'x' is a tensor of shape"),
+        ):
+            with pytest.raises(af.errors.ArgumentError, match=said):
+                tracker.images({"x": image}, 4)
+        return [each.images for each in tracker.backends.values()]
+
     with pytest.warns(
-        af.errors.TrackingWarning, match="step 2: .*'seen' has values from 0 to 2"
+        af.errors.TrackingWarning, match="step 3: .*'seen' has values from 0 to 2"
     ):
-        tracker.images(images, 2)
-    assert (list(kept.images["seen"]), list(kept.images["too"])) == ([1], [2])
-    with pytest.raises(af.errors.ArgumentError, match="channels, height, width"):
-        tracker.images({"seen": torch.zeros(2, 2)}, 1)
+        (kept,), other = simulate(2, train)
+    assert (list(kept["seen"]), list(kept["too"]), other) == ([0, 1, 2], [3], [])
+    assert [v.tolist() for v in kept["seen"].values()] == [
+        [[[0], [255]], [[128], [64]]]
+    ] * 3
 
 
-def test_images_go_to_the_backends_that_have_them(tmp_path):
+def test_images_go_to_the_backends_that_have_them(path, memory):
     """Beside one that has them, a backend without is left out; alone it refuses."""
-    file = af.track.jsonl(tmp_path / "run.jsonl", world=WORLD)
-    kept = af.track.in_memory(world=WORLD)
-    with af.track.together(file, kept, None) as tracker:
+    file = af.track.jsonl(path, world=WORLD)
+    with af.track.together(file, memory, None) as tracker:
         tracker.images({"seen": torch.zeros(1, 2, 2)}, 1)
-    assert list(kept.backends["in_memory"].images) == ["seen"]
+    assert list(memory.backends["in_memory"].images) == ["seen"]
     with pytest.raises(af.errors.TrackingError, match="closed"):
         file({"loss": 1.0}, 1)
     with pytest.raises(af.errors.ArgumentError, match="expected trackers"):
@@ -461,17 +440,8 @@ def test_no_hyperparameter_is_lost(given, said):
     assert simulate(2, train).results == ([{}], [])
 
 
-def test_hyperparameters_with_dots_are_kept():
-    """Nested names and names with dots stand side by side where they are different."""
-    tracker = af.track.in_memory(world=WORLD)
-    given = {"a": {"b": 1, "c": {}}, "a.d": 2, "b": [1, {"c": None}]}
-    tracker.hyperparameters(given)
-    assert tracker.backends["in_memory"].hyperparameters == given
-
-
-def test_two_trackers_of_one_file_are_refused(tmp_path):
-    """The second is told; when the first is closed, it goes on with the file."""
-    path = tmp_path / "run.jsonl"
+def test_a_file_that_cannot_be_had_is_named(path, tmp_path):
+    """Of two trackers of one file, the second; a missing file, a folder, and what is no path."""
     with (
         af.track.jsonl(path, world=WORLD),
         pytest.raises(af.errors.TrackingError, match="another tracker writes"),
@@ -480,6 +450,59 @@ def test_two_trackers_of_one_file_are_refused(tmp_path):
     af.track.jsonl(path, world=WORLD).close()
     with pytest.raises(af.errors.TrackingError, match="could not start: .*run.jsonl"):
         af.track.jsonl(path / "run.jsonl", world=WORLD)
+    with pytest.raises(af.errors.ArgumentError, match=r"jsonl\(3\): expected the path"):
+        af.track.jsonl(3, world=WORLD)
+    for place, why in ((tmp_path / "no", "No such file"), (tmp_path, "directory")):
+        said = rf"{place} cannot be read: .*{why}"
+        with pytest.raises(af.errors.TrackingError, match=said):
+            af.track.read(place)
+
+
+class Terminal(io.StringIO):
+    """A terminal, as far as anybody can tell."""
+
+    def isatty(self):
+        return True
+
+
+class Endless:
+    """What has a length as far as its type says, and none when it is asked."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        raise self.error
+
+    def __iter__(self):
+        yield from range(3)
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_a_bar_is_shown_on_a_terminal_of_rank_0_alone(monkeypatch, stream):
+    """All is yielded, also without a length: of `af.batches` without epochs, of a stream."""
+    shown = stream()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setenv("TERM", "xterm")
+    no_end, no_len = af.errors.ArgumentError("no end"), TypeError("no len")
+    for work in (range(3), Endless(no_end), Endless(no_len), iter(range(3))):
+        assert list(af.track.progress(work, world=WORLD, label="train")) == [0, 1, 2]
+
+    def on_ranks(world):
+        return list(af.track.progress([1, 2], world=world, label=f"rank {world.rank}"))
+
+    assert simulate(2, on_ranks).results == ([1, 2], [1, 2])
+    text = shown.getvalue()
+    if stream is Terminal:
+        assert "train" in text
+        assert "3/3" in text
+        assert text.count("3/?") >= 3
+        assert "rank 0" in text
+        assert "rank 1" not in text
+    else:
+        assert not text
+    with pytest.raises(af.errors.ArgumentError, match="expected an iterable"):
+        af.track.progress(3, world=WORLD)
 
 
 @pytest.mark.parametrize(
@@ -500,71 +523,11 @@ def test_two_trackers_of_one_file_are_refused(tmp_path):
         ("[" * 100_000, "line 1 is not valid JSON"),
     ],
 )
-def test_what_no_tracker_wrote_is_refused(tmp_path, line, said):
+def test_what_no_tracker_wrote_is_refused(path, line, said):
     """A foreign line is named by its number."""
-    path = tmp_path / "run.jsonl"
     path.write_text(line + "\n")
     with pytest.raises(af.errors.TrackingError, match=said):
         af.track.read(path)
-
-
-class Terminal(io.StringIO):
-    """A terminal, as far as anybody can tell."""
-
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
-def test_a_bar_is_shown_on_a_terminal_alone(monkeypatch, stream):
-    """All is yielded; where standard error is no terminal, nothing is written."""
-    shown = stream()
-    monkeypatch.setattr(sys, "stderr", shown)
-    monkeypatch.setenv("TERM", "xterm")
-    assert list(af.track.progress(range(3), world=WORLD, label="training")) == [0, 1, 2]
-    endless = af.track.progress(iter("ab"), world=WORLD, label="training")
-    assert list(endless) == ["a", "b"]
-    text = shown.getvalue()
-    assert ("training" in text and "3/3" in text) if stream is Terminal else not text
-
-
-class Endless:
-    """What has a length as far as its type says, and none when it is asked."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def __len__(self):
-        raise self.error
-
-    def __iter__(self):
-        yield from range(3)
-
-
-@pytest.mark.parametrize(
-    "error", [af.errors.ArgumentError("no end"), TypeError("no len")]
-)
-def test_a_bar_of_work_without_a_length(monkeypatch, error):
-    """On a terminal too: `af.batches` without epochs, a loader of a stream."""
-    shown = Terminal()
-    monkeypatch.setattr(sys, "stderr", shown)
-    monkeypatch.setenv("TERM", "xterm")
-    assert list(af.track.progress(Endless(error), world=WORLD)) == [0, 1, 2]
-    assert "3/?" in shown.getvalue()
-
-
-def test_a_bar_is_shown_by_rank_0_alone(monkeypatch):
-    """On other ranks the work goes on without one."""
-    shown = Terminal()
-    monkeypatch.setattr(sys, "stderr", shown)
-
-    def train(world):
-        return list(af.track.progress([1, 2], world=world, label=f"rank {world.rank}"))
-
-    assert simulate(2, train).results == ([1, 2], [1, 2])
-    assert "rank 1" not in shown.getvalue()
-    with pytest.raises(af.errors.ArgumentError, match="expected an iterable"):
-        af.track.progress(3, world=WORLD)
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "1"])
@@ -588,16 +551,86 @@ def test_a_tracker_needs_the_world_of_its_run(tmp_path, world):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_log_is_kept_under_a_path():
-    """What is no path is refused with what was given."""
-    with pytest.raises(af.errors.ArgumentError, match=r"jsonl\(3\): expected the path"):
-        af.track.jsonl(3, world=WORLD)
+class Greedy:
+    """A backend that changes all that it is given."""
+
+    backend = None
+
+    def metrics(self, metrics, step):
+        metrics.clear()
+
+    def hyperparameters(self, hyperparameters):
+        hyperparameters["deep"].clear()
+
+    def images(self, images, step):
+        images.pop("seen")[:] = 7
+
+    def close(self, *, failed):
+        """Hold nothing."""
 
 
-def test_a_log_that_cannot_be_read_is_named(tmp_path):
-    """A missing file, and a folder, are errors of tracking with the system's reason."""
-    for path, why in ((tmp_path / "no.jsonl", "No such file"), (tmp_path, "directory")):
-        with pytest.raises(
-            af.errors.TrackingError, match=rf"{path} cannot be read: .*{why}"
-        ):
-            af.track.read(path)
+def test_no_backend_changes_what_another_gets(memory):
+    """Each has a copy of its own, and tensors stay the caller's."""
+    accepts = ("images",)
+    greedy = af.track.custom(Greedy, name="mine", world=WORLD, accepts=accepts)
+    image = torch.zeros(1, 1, 2, dtype=torch.uint8)
+    with af.track.together(greedy, memory) as tracker:
+        tracker({"loss": 0.5}, 1)
+        tracker.hyperparameters({"deep": {"lr": 0.1}})
+        tracker.images({"seen": image}, 1)
+    kept = memory.backends["in_memory"]
+    assert kept.metrics == {"loss": {1: 0.5}}
+    assert kept.hyperparameters == {"deep": {"lr": 0.1}}
+    assert not kept.images["seen"][1].any()
+    assert not image.any()
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (np.int64(5), 5),
+        (np.float32(0.5), 0.5),
+        (np.float64(0.1), 0.1),
+        (np.longdouble(0.5), 0.5),
+        (np.bool_(1), True),
+        (np.array(3), 3),
+        (torch.tensor(3), 3),
+        (torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True), 0.5),
+        (torch.tensor(1).bool(), True),
+        ([np.int64(5)], [5]),
+        (torch.ones(1), "tensor([1.])"),
+        (torch.tensor(1j), "tensor(0.+1.j)"),
+        (np.complex64(1j), "np.complex64(1j)"),
+        (np.timedelta64(1, "s"), "np.timedelta64(1,'s')"),
+        (torch.ones((), device="meta"), "tensor(..., device='meta', size=())"),
+    ],
+)
+def test_settings_of_one_number_are_numbers(given, kept, memory):
+    """Python's own, of numpy's scalars and of tensors without a dimension; others are texts."""
+    memory.hyperparameters({"a": given})
+    found = memory.backends["in_memory"].hyperparameters["a"]
+    assert (type(found), found) == (type(kept), kept)
+
+
+def test_settings_within_settings_have_the_whole_way_for_a_name(memory):
+    """However deep they are; names with dots stand beside them where they are different."""
+    given = {"a": {"b": {"c": 1, "d": {}}, "e": [1]}, "a.f": 2, "b": [1, {"c": None}]}
+    memory.hyperparameters(given)
+    assert memory.backends["in_memory"].hyperparameters == given
+    expected = {"a.b.c": 1, "a.b.d": "{}", "a.e": "[1]", "a.f": 2}
+    assert flat({**given, "b": None}) == {**expected, "b": "None"}
+    with pytest.raises(af.errors.ArgumentError, match=r"a\.b"):
+        flat({"a": {"b": 1}, "a.b": 2})
+
+
+@pytest.mark.parametrize("accepts", [("image",), ("images", "videos"), "images"])
+def test_what_no_backend_has_is_not_accepted(accepts):
+    """Anything but images is refused before the backend is opened."""
+    opened = []
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"accepts=.*: expected \('images',\)"
+    ):
+        af.track.custom(
+            lambda: opened.append(1), name="mine", world=WORLD, accepts=accepts
+        )
+    assert opened == []
