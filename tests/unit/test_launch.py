@@ -10,11 +10,11 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
 
-from accelfn.errors import LaunchError
 from tests.internals import MachinePlan as Plan
 from tests.internals import launch_script, main
 from tests.waiting import HANGS, is_gone, wait_until
@@ -35,23 +35,11 @@ def report(capfd):
     return text.splitlines()
 
 
-def test_script_finds_what_python_gives_it(capfd, monkeypatch):
+@pytest.mark.parametrize("script", ["scripts/tells.py", "-m scripts.tells"])
+def test_script_finds_what_python_gives_it(capfd, monkeypatch, script):
     """`__main__`, `__file__`, `sys.argv`, `sys.path` are those of `python script`."""
     monkeypatch.chdir(SCRIPTS.parent)
-    words = ["scripts/tells.py", *ARGS]
-    plain = subprocess.run(
-        [sys.executable, *words], check=True, capture_output=True, timeout=HANGS
-    )
-    assert launch(1, *words) == 0
-    expected, found = json.loads(plain.stdout), json.loads(capfd.readouterr().out)
-    del expected["env"], found["env"]
-    assert found == expected
-
-
-def test_module_finds_what_python_gives_it(capfd, monkeypatch):
-    """After -m, all is as `python -m` has it."""
-    monkeypatch.chdir(SCRIPTS)
-    words = ["-m", "tells", *ARGS]
+    words = [*script.split(), *ARGS]
     plain = subprocess.run(
         [sys.executable, *words], check=True, capture_output=True, timeout=HANGS
     )
@@ -59,7 +47,7 @@ def test_module_finds_what_python_gives_it(capfd, monkeypatch):
     expected, found = json.loads(plain.stdout), json.loads(capfd.readouterr().out)
     for details in (expected, found):
         del details["env"]
-        details["main"][2] = re.sub("object at 0x.*?>", "", details["main"][2])
+        details["main"][2] = re.sub("object at 0x.*?>", "", str(details["main"][2]))
     assert found == expected
 
 
@@ -117,9 +105,15 @@ def test_processes_of_the_script_find_its_functions(capfd):
 
 @pytest.mark.slow
 def test_raising_rank_ends_the_run_and_is_named_first(capfd):
-    """The cause comes first, with its traceback, then who lost it in a collective."""
+    """D: the cause comes first, with its traceback, then who lost it in a collective.
+
+    The traceback is shown once, neither by the rank too, nor for one that lost its peer.
+    """
     assert launch(2, SCRIPTS / "fails.py", "raise") == 1
-    lines = report(capfd)
+    text = "".join(capfd.readouterr())
+    assert text.count("Traceback (most recent call last)") == 1
+    assert text.count("ValueError: rank 1 is out of luck") == 1
+    lines = text.rpartition("accelfn launch: ")[2].splitlines()
     assert re.fullmatch(
         r"rank 1 failed first \(exit code 1, pid \d+\) after \d+\.\d s", lines[0]
     )
@@ -161,16 +155,6 @@ def test_killed_rank_is_named_before_the_peer_that_lost_it(capfd):
     assert lines[1].startswith("It left no traceback: ")
     assert len(lines) == 3
     assert re.match("rank 0 (followed: .*|was ended by SIGTERM)", lines[2])
-
-
-@pytest.mark.slow
-def test_a_traceback_is_shown_once(capfd):
-    """D: neither by the rank too, nor for one that merely lost its peer."""
-    assert launch(2, SCRIPTS / "fails.py", "raise") == 1
-    captured = capfd.readouterr()
-    everything = captured.out + captured.err
-    assert everything.count("Traceback (most recent call last)") == 1
-    assert everything.count("ValueError: rank 1 is out of luck") == 1
 
 
 def test_a_hook_of_the_programs_own_is_called(capfd, tmp_path):
@@ -234,12 +218,7 @@ def test_options_behind_the_script_are_the_scripts(capfd):
     ("way", "code", "ending", "detail"),
     [
         ("exit", 7, "exit code 7", "SystemExit: 7"),
-        (
-            "exit 256",
-            1,
-            "exit code 1",
-            "SystemExit: 256",
-        ),  # whose last eight bits are 0
+        ("exit 256", 1, "exit code 1", "SystemExit: 256"),  # its last eight bits are 0
         ("exit -9", 247, "exit code 247", "SystemExit: -9"),  # and no signal
         ("_exit", 5, "exit code 5", "It left no traceback"),
         ("kill alone", 137, "killed by SIGKILL", "It left no traceback"),
@@ -272,12 +251,6 @@ def test_mistake_is_one_line_and_starts_nothing(capfd, words, advice):
     assert err.startswith("accelfn launch: ")
     assert err.count("\n") == 1
     assert advice in err
-
-
-def test_mistake_has_a_name():
-    """From Python, the refusal is a `LaunchError`."""
-    with pytest.raises(LaunchError, match=r"there is no file 'none\.py'"):
-        launch_script("none.py", [], Plan(nproc=1))
 
 
 def test_process_is_left_as_it_was(monkeypatch):
@@ -337,3 +310,38 @@ def read_or_end(terminal):
         return os.read(terminal, 4096).decode()
     except OSError:
         return ""
+
+
+def only_loopback(texts):
+    """Return whether each rank listens, and on the loopback alone."""
+    return all(
+        addresses and all(ip_address(each).is_loopback for each in addresses)
+        for addresses in texts
+    )
+
+
+IS_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the tables are Linux's")
+
+
+@IS_LINUX
+@pytest.mark.slow
+def test_a_launch_on_one_machine_listens_on_the_loopback(capfd):
+    """C: neither the launcher's store nor a rank can be reached from another machine."""
+    assert launch(2, SCRIPTS / "listens.py", "launcher") == 0
+    captured = capfd.readouterr()
+    assert only_loopback(json.loads(captured.out))
+    assert captured.err == ""  # it is nothing to speak of
+
+
+@IS_LINUX
+@pytest.mark.slow
+def test_ranks_that_open_their_own_store():
+    """C: without a launcher, rank 0's store is where MASTER_ADDR says, and nowhere else."""
+    given = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    names = {**os.environ, **given, **meet, "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(SCRIPTS / "listens.py")]
+    ran = subprocess.run(
+        command, check=True, env=names, capture_output=True, text=True, timeout=HANGS
+    )
+    assert only_loopback(json.loads(ran.stdout))

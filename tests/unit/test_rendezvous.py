@@ -5,7 +5,9 @@ import itertools
 import pickle
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
+from functools import partial
 
 import attrs
 import pytest
@@ -46,16 +48,10 @@ def test_machines_that_meet_on_the_loopback_listen_there_alone(how, monkeypatch)
     port, seconds = free_port(), 30.0
     if how == "dynamic":
         machines = Machines.meeting_at("127.0.0.1", port, (1, 2), seconds)
-        kept = [
-            handler_of(machines) for _ in range(2)
-        ]  # the second one joins the first
+        kept = [handler_of(machines), handler_of(machines)]  # the second one joins
     else:
-        kept = [
-            handler_of(
-                Machines.meeting_at("127.0.0.1", port, (2, 2), seconds, rank=rank)
-            )
-            for rank in range(2)
-        ]
+        at = partial(Machines.meeting_at, "127.0.0.1", port, (2, 2), seconds)
+        kept = [handler_of(at(rank=rank)) for rank in range(2)]
         for _ in range(2):
             with ThreadPoolExecutor(2) as pool:
                 met = [*pool.map(lambda each: each.next_rendezvous(), kept)]
@@ -100,25 +96,14 @@ def test_ranks_of_an_attempt_meet_no_rank_of_another(monkeypatch):
     """At the store of a launcher that starts them anew, as torchrun's is, which lives on."""
     monkeypatch.setattr(meeting, "_worlds", itertools.repeat(0))  # of new processes
     kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = Place(
-        launcher="torchrun",
-        rank=0,
-        size=2,
-        local_rank=0,
-        local_size=2,
-        node_rank=0,
-        address="127.0.0.1",
-        port=kept.port,
-        has_store=True,
-    )
+    at = {"address": "127.0.0.1", "port": kept.port, "has_store": True}
+    here = {"local_rank": 0, "local_size": 2, "node_rank": 0}
+    place = Place(launcher="torchrun", rank=0, size=2, **here, **at)
     for attempt in range(3):
         ranks = [attrs.evolve(place, rank=r, attempt=attempt) for r in range(2)]
         with ThreadPoolExecutor(2) as pool:
-            stores = [
-                *pool.map(
-                    lambda each: meeting._meet(meeting.Meeting(each, 30.0)), ranks
-                )
-            ]
+            meetings = [meeting.Meeting(each, 30.0) for each in ranks]
+            stores = [*pool.map(meeting._meet, meetings)]
         assert not stores[1].check(["attempt"])  # of one before
         stores[0].set("attempt", str(attempt))
         assert stores[1].get("attempt") == str(attempt).encode()
@@ -139,21 +124,41 @@ def test_ranks_share_the_cores(monkeypatch):
     for nproc, threads in ((2, 4), (3, 2), (8, 1), (9, 1)):
         rows = describe_plan(Plan(nproc=nproc))
         assert any(row.startswith(f"sets OMP_NUM_THREADS={threads} ") for row in rows)
-    assert not any("OMP" in row for row in describe_plan(Plan(nproc=1)))
+    assert "OMP" not in "".join(describe_plan(Plan(nproc=1)))
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert not any("OMP" in row for row in describe_plan(Plan(nproc=2)))
+    assert "OMP" not in "".join(describe_plan(Plan(nproc=2)))
 
 
 def test_ranks_of_several_machines_talk_towards_them(monkeypatch):
     """By the interface that leads there; those of one machine by its loopback."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    alone = Machines()
-    assert any(
-        "GLOO_SOCKET_IFNAME=lo" in r
-        for r in describe_plan(Plan(nproc=1, machines=alone))
-    )
-    many = attrs.evolve(alone, most=2, address="10.0.0.7", interface="ib0")
-    assert any(
-        "GLOO_SOCKET_IFNAME=ib0" in r
-        for r in describe_plan(Plan(nproc=1, machines=many))
-    )
+    many = attrs.evolve(Machines(), most=2, address="10.0.0.7", interface="ib0")
+    for machines, interface in ((Machines(), "lo"), (many, "ib0")):
+        rows = "".join(describe_plan(Plan(nproc=1, machines=machines)))
+        assert f"GLOO_SOCKET_IFNAME={interface} " in rows
+
+
+SOON = timedelta(seconds=30)
+
+
+def test_a_store_is_reached_where_it_was_said_to_be():
+    """On any interface but the loopback it listens as torch has it."""
+    own = socket.gethostbyname(socket.gethostname())
+    for host in ("127.0.0.1", "localhost", own):
+        store = open_store(host, 0, SOON)
+        with closing(socket.create_connection((host, store.port), timeout=5)):
+            store.set("key", "value")
+        assert store.get("key") == b"value"
+
+
+def test_a_port_that_is_taken_is_refused():
+    """By another's socket, or by a store of this process that is not to be shared."""
+    taken = socket.create_server(("127.0.0.1", 0))
+    with closing(taken), pytest.raises(RuntimeError, match=r"in use|EADDRINUSE"):
+        open_store("127.0.0.1", taken.getsockname()[1], SOON)
+    first = open_store("127.0.0.1", 0, SOON, is_shared=True)
+    with pytest.raises(RuntimeError, match=r"in use|EADDRINUSE"):
+        open_store("127.0.0.1", first.port, SOON)
+    first.set("key", "value")
+    again = open_store("127.0.0.1", first.port, SOON, is_shared=True)
+    assert again.get("key") == b"value"
