@@ -6,6 +6,8 @@ function also have the bug. Afterwards the original `__code__` is restored.
 """
 
 import ast
+import builtins
+import dis
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,7 +65,8 @@ class Mutant:
         """Return the function's code with the bug in it.
 
         Raises:
-            ValueError: the code to change does not occur exactly once in the function.
+            ValueError: the code to change does not occur exactly once in the function, or the new
+                code has a name that does not exist.
         """
         place = self._found_place
         try:
@@ -71,7 +74,12 @@ class Mutant:
         except (ValueError, SyntaxError) as error:
             msg = f"mutant {self.says!r}: {error}. Update its row in table.tsv."
             raise ValueError(msg) from error
-        return compile_function(place.function, changed)
+        code = compile_function(place.function, changed)
+        known = place.function.__globals__.keys() | vars(builtins).keys()
+        for name in sorted(_global_names(code) - known):
+            msg = f"mutant {self.says!r}: no name {name}. Update its row in table.tsv."
+            raise ValueError(msg)
+        return code
 
     @property
     def _found_place(self) -> Place:
@@ -98,6 +106,15 @@ def compile_function(function: FunctionType, changed: Function) -> CodeType:
         for each in whole.co_consts
         if isinstance(each, CodeType) and each.co_name == changed.name
     )
+
+
+def _global_names(code: CodeType) -> set[str]:
+    """Return the global names that a function and its inner functions read."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    reads = (
+        each for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"
+    )
+    return {each.argval for each in reads}.union(*map(_global_names, inner))
 
 
 @contextmanager

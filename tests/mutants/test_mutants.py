@@ -139,6 +139,8 @@ def test_what_is_no_bug_survives() -> None:
     assert outcome.examples > 1
     with pytest.raises(ValueError, match="0 times, expected once. Update its row"):
         attrs.evolve(HARMLESS, change="no_such_line → pass").code()
+    with pytest.raises(ValueError, match="no name no_such. Update its row"):
+        attrs.evolve(HARMLESS, change="world.size > 1 → no_such").code()
 
 
 @pytest.mark.parametrize(
@@ -172,9 +174,9 @@ def test_a_crash_is_no_finding() -> None:
     """A bug that makes the function crash does not count as found."""
     crashing = attrs.evolve(
         HARMLESS,
-        says="a name that is not there",
-        change="world.size > 1 → no_such_name",
+        says="an attribute that is not there",
+        change="world.size > 1 → world.no_such_name",
     )
     outcome = hunt(crashing)
-    assert outcome.told.startswith("NameError")
+    assert outcome.told.startswith("AttributeError")
     assert not outcome.killed
