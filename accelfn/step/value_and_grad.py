@@ -454,16 +454,14 @@ def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor
     before = None if into is None else into.taken.cursor
     if start is None or after is None:
         return before
-    if start == before or (start == state.cursor and before is None):
-        data = state.definition.data
-        if data is not None and data.global_batch_size != batch.num_samples:
-            _check_size(data, batch)
-        return after
-    # `into` already has gradients of this batch or of another micro-batch of the same batch
-    if before is not None and (start == state.cursor or after == before):
-        is_later = (after.epoch, after.samples) > (before.epoch, before.samples)
-        return after if is_later else before
-    return _reject_batch(state, start)
+    is_next = start == (state.cursor if before is None else before)
+    # else `into` must have gradients of this batch, or of another micro-batch of it
+    if not is_next and start != state.cursor and after != before:
+        return _reject_batch(state, start)
+    data = state.definition.data
+    if data is not None and data.global_batch_size != batch.num_samples:
+        _check_size(data, batch)
+    return after if is_next else before
 
 
 def _check_size(data: Data, batch: Batch) -> None:

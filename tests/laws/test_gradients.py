@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -291,6 +291,7 @@ def test_a_state_is_what_it_holds(taken: set[str], optimizer: str) -> None:
     assert differences(expected, tensors(step(mixed, batch)[0])) == []
 
 
+@example(turns=[0, 1, 0], parts=False)
 @given(turns=st.lists(st.integers(-1, 3), min_size=1, max_size=5), parts=st.booleans())
 def test_batches_that_are_added_follow_one_another(
     turns: list[int], *, parts: bool

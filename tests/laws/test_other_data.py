@@ -109,9 +109,15 @@ def test_what_is_no_seed_name_or_data_is_rejected(call, words):
 
 def test_a_batch_of_another_size_is_rejected():
     """With other data in the midst of a loop, the loop's batches are the old ones."""
-    state, step = create(), af.make_step(loss_of)
+    state, compute = create(), af.value_and_grad(loss_of)
     batches = iter(af.batches(state))
-    state, _ = step(state, next(batches))
+    _, grads = compute(state, next(batches))
+    state = af.apply_grads(state, grads)
     state = state.with_data(attrs.evolve(state.data, global_batch_size=4))
-    with pytest.raises(af.errors.BatchError, match=r"loop over af\.batches\(state\)"):
-        step(state, next(batches))
+    _, grads = compute(state, next(iter(af.batches(state))))
+    old = next(batches)
+    for into in (None, grads):
+        with pytest.raises(
+            af.errors.BatchError, match=r"loop over af\.batches\(state\)"
+        ):
+            compute(state, old, into=into)
