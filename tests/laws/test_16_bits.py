@@ -78,9 +78,7 @@ class Scaled:
     parts=st.integers(1, 3),
     scaled=st.none() | st.integers(0, 60),
 )
-def test_16_bits_round_each_rank_once_and_the_sum(
-    run: Run, size: int, method: str, parts: int, scaled: int | None
-) -> None:
+def test_16_bits_round_each_rank_once_and_the_sum(run, size, method, parts, scaled):
     """Each element is within the roundings of its parts, and the same on all ranks.
 
     The smallest number of 16 bits is one beside the mean gradient, or beside the gradient as
@@ -144,9 +142,7 @@ def stepped(world: af.World, loss: Any, batches: Any, *setup: Any) -> af.TrainSt
     mean=st.floats(2.0**-14, 60_000),
     rows=st.lists(st.integers(1, 500), min_size=2, max_size=4),
 )
-def test_a_total_overflows_no_sooner_than_its_mean(
-    mean: float, rows: list[int]
-) -> None:
+def test_a_total_overflows_no_sooner_than_its_mean(mean, rows):
     """A mean gradient that 16 bits can hold arrives, however many samples it is of."""
 
     def train(world: af.World) -> float:

@@ -32,12 +32,7 @@ LAYOUTS = {
     weights=st.lists(st.integers(0, 3), min_size=2, max_size=4),
     most=st.integers(1, 40) | st.none(),
 )
-def test_a_mean_is_that_of_all_in_any_pieces(
-    shapes: list[tuple[tuple[int, ...], str]],
-    dtype: torch.dtype,
-    weights: list[int],
-    most: int | None,
-) -> None:
+def test_a_mean_is_that_of_all_in_any_pieces(shapes, dtype, weights, most):
     """By weight, in buffers of any size, larger and smaller than a tensor."""
 
     def given_to(rank: int) -> list[torch.Tensor]:

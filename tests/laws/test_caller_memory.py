@@ -113,13 +113,9 @@ LOSSES: dict[str, Callable[[Any, Any], Any] | None] = {
 
 @pytest.mark.parametrize("kind", LOSSES)
 @given(
-    setup=NAMED,
-    how=st.sampled_from(["step", "gradients"]),
-    updates=st.integers(1, 3),
+    setup=NAMED, how=st.sampled_from(["step", "gradients"]), updates=st.integers(1, 3)
 )
-def test_metrics_stay_what_they_were(
-    kind: str, setup: str, how: str, updates: int
-) -> None:
+def test_metrics_stay_what_they_were(kind, setup, how, updates):
     """L34: those that are kept change with no parameter, buffer or counter, nor with who reads."""
     scene = Scene.of(af.World.single(device="cpu"), setup, updates=0)
     kept: list[tuple[Any, Any]] = []
@@ -176,9 +172,7 @@ def test_metrics_have_their_own_numbers(total: int, weight: int, other: int) -> 
     which=st.sets(st.sampled_from(["inner.weight", "scale", "norm.bias"])),
     view=st.booleans(),
 )
-def test_gradients_that_are_the_same_are_given_away_together(
-    setup: str, which: set[str], view: bool
-) -> None:
+def test_gradients_that_are_the_same_are_given_away_together(setup, which, view):
     """L22: `map` gives copies apart, and together what lies in the memory of the given ones."""
     scene = Scene.of(af.World.single(device="cpu"), setup, updates=0)
     fork = scene.state.copy()
@@ -341,9 +335,7 @@ WRITTEN = "batch", "extras", "template", "saved behind its back", "sent"
 
 @pytest.mark.parametrize("what", WRITTEN)
 @given(size=SIZES, setup=NAMED)
-def test_what_a_call_was_given_is_the_callers_again(
-    what: str, size: int, setup: str
-) -> None:
+def test_what_a_call_was_given_is_the_callers_again(what, size, setup):
     """L22: when a call has returned, nothing of what it gave reads what it was given."""
 
     twins = undisturbed(size, setup, 1)

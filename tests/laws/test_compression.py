@@ -98,9 +98,7 @@ def test_factors_follow_the_gradients(seed):
     start=st.integers(0, 2),
     bucket=BUCKETS,
 )
-def test_full_rank_is_the_plain_mean(
-    run: Run, size: int, start: int, bucket: float | None
-) -> None:
+def test_full_rank_is_the_plain_mean(run, size, start, bucket):
     """Of matrices whose every column is kept nothing is lost, however they lie in buckets."""
     run = attrs.evolve(run, optimizer="momentum")
     expected = trained(size, run, DDP)
@@ -149,9 +147,7 @@ class Rescaled:
     parts=st.integers(1, 3),
     scales=st.none() | st.lists(st.integers(-8, 8), min_size=4, max_size=4),
 )
-def test_what_is_left_out_is_not_lost(
-    run: Run, size: int, start: int, parts: int, scales: list[int] | None
-) -> None:
+def test_what_is_left_out_is_not_lost(run, size, start, parts, scales):
     """What was applied, and the ranks' mean of what is left, add up to the true gradients.
 
     Losses may be scaled, by another factor at each update.
@@ -194,9 +190,7 @@ class Rated(Run):
     start=st.integers(0, 2),
     cut=st.integers(0, 4),
 )
-def test_a_cut_run_goes_on_with_what_was_left_out(
-    run: Run, size: int, start: int, cut: int
-) -> None:
+def test_a_cut_run_goes_on_with_what_was_left_out(run, size, start, cut):
     """Saved and loaded at any update, each rank goes on bitwise as if it had not been."""
     run = attrs.evolve(run, setup=af.chain(DDP, low_rank(1, start)))
     with tempfile.TemporaryDirectory() as folder:
@@ -272,9 +266,7 @@ def test_a_skipped_update_leaves_what_was_left_out(run, size, bad):
 
 
 @given(run=runs(updates=2, kind="plain"), size=SIZES, parts=st.integers(2, 4))
-def test_bytes_go_down_and_only_the_last_micro_batch_sends(
-    run: Run, size: int, parts: int
-) -> None:
+def test_bytes_go_down_and_only_the_last_micro_batch_sends(run, size, parts):
     """Gradients of 8 bytes are sent in 2, matrices as their factors, and once an update."""
 
     def sent(method: Any, number: int = 1) -> list[int]:
@@ -310,9 +302,7 @@ def test_bytes_go_down_and_only_the_last_micro_batch_sends(
     rank=st.integers(1, 6),
     rate=st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0]),
 )
-def test_a_matrix_is_sent_as_factors_where_that_pays(
-    shape: tuple[int, int], rank: int, rate: float
-) -> None:
+def test_a_matrix_is_sent_as_factors_where_that_pays(shape, rank, rate):
     """Of a rank that it can have, and if they are fewer numbers by the rate that was asked."""
     rows, columns = shape
     method = attrs.evolve(low_rank(rank), min_compression_rate=rate)

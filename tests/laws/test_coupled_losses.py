@@ -134,11 +134,7 @@ def trained(
 @given(
     make=st.sampled_from(LOSSES),
     setup=st.sampled_from(
-        [
-            UNUSED,
-            OWN_BUFFERS,
-            af.wrap_fsdp(find_unused_parameters=True),
-        ]
+        [UNUSED, OWN_BUFFERS, af.wrap_fsdp(find_unused_parameters=True)]
     ),
     ranks=st.integers(2, 8),
     n=st.integers(2, len(ROWS)),
@@ -351,8 +347,7 @@ def test_an_extra_with_as_many_rows_as_samples_is_warned_of():
     with pytest.warns(af.errors.AccelfnWarning, match=r"batch\.zip\(extra\)"):
         step(state.copy(), batch, (ROWS[:6], ROWS[:6, 0]))
     with pytest.raises(
-        af.errors.BatchError,
-        match="have 5 rows, but this rank has 6 samples",
+        af.errors.BatchError, match="have 5 rows, but this rank has 6 samples"
     ):
         batch.zip(ROWS[:5])
     assert step(state, batch, {"table": ROWS[:6]})[0].step == 1

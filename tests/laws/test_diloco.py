@@ -108,9 +108,7 @@ def test_alone_every_update_is_the_inner_optimizer(run: Run) -> None:
     chosen={"sync_every": 1, "fragments": 1, "delay": 0, "mix": 0.0},
     bits=8,
 )
-def test_nothing_is_lost_in_few_bits(
-    moves: Moves, chosen: dict[str, Any], bits: int
-) -> None:
+def test_nothing_is_lost_in_few_bits(moves, chosen, bits):
     """What the anchor moved by, and what ranks remember, is all that they sent, bit by bit."""
 
     def train(world: af.World) -> list[dict[str, Any]]:
@@ -178,9 +176,7 @@ def test_what_a_rank_does_without_samples_leaves_nothing_out(bits, seed):
     chosen=options(mix=0.0, delay=0),
     bits=st.sampled_from([16, 8, 4]),
 )
-def test_in_the_end_nothing_is_lost_either(
-    moves: Moves, chosen: dict[str, Any], bits: int
-) -> None:
+def test_in_the_end_nothing_is_lost_either(moves, chosen, bits):
     """What few bits left out is paid by the last exchange, or still remembered."""
 
     def train(world: af.World) -> tuple[Values, Values]:
@@ -204,9 +200,7 @@ def test_in_the_end_nothing_is_lost_either(
     bits=st.sampled_from([32, 16, 8, 4]),
     looks=st.sets(st.integers(1, 9)),
 )
-def test_who_looks_early_changes_nothing(
-    moves: Moves, chosen: dict[str, Any], bits: int, looks: set[int]
-) -> None:
+def test_who_looks_early_changes_nothing(moves, chosen, bits, looks):
     """A copy, a save and a look at the anchor communicate nothing, and change no bit."""
 
     def train(world: af.World, looks: set[int]) -> dict[str, torch.Tensor]:
@@ -228,14 +222,8 @@ def test_who_looks_early_changes_nothing(
         assert differences(one, two) == []
 
 
-@given(
-    moves=moves(),
-    chosen=options(),
-    bits=st.sampled_from([32, 16, 8, 4]),
-)
-def test_ranks_agree_in_the_end(
-    moves: Moves, chosen: dict[str, Any], bits: int
-) -> None:
+@given(moves=moves(), chosen=options(), bits=st.sampled_from([32, 16, 8, 4]))
+def test_ranks_agree_in_the_end(moves, chosen, bits):
     """All ranks have one anchor at any time; in the end they are there, and owe nothing."""
 
     def train(world: af.World) -> list[Values]:
@@ -283,9 +271,7 @@ MET = [[-1, 0, 0, 0], [-7, 0, 0, 1]]
     bits=4,
     others=1,
 )
-def test_other_ranks_go_on(
-    moves: Moves, chosen: dict[str, Any], bits: int, others: int
-) -> None:
+def test_other_ranks_go_on(moves, chosen, bits, others):
     """Loaded on another number of ranks nothing is lost: what flies lands as it would have."""
     setup = af.diloco(outer=PLAIN, bits=bits, **chosen)
 

@@ -2,7 +2,6 @@
 """diloco goes on with other options from where it was finished."""
 
 from functools import partial
-from typing import Any
 
 import torch
 from hypothesis import given
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.laws.outer_by_hand import OUTER, ByHand, Moves, Values, close, moves, options
+from tests.laws.outer_by_hand import OUTER, ByHand, Values, close, moves, options
 
 
 @given(
@@ -21,14 +20,7 @@ from tests.laws.outer_by_hand import OUTER, ByHand, Moves, Values, close, moves,
     outer=OUTER,
     cut=st.integers(0, 8),
 )
-def test_other_options_go_on_from_the_anchor(
-    moves: Moves,
-    first: dict[str, Any],
-    then: dict[str, Any],
-    bits: tuple[int, int],
-    outer: dict[str, float],
-    cut: int,
-) -> None:
+def test_other_options_go_on_from_the_anchor(moves, first, then, bits, outer, cut):
     """After finalize a run has other options, the same anchor and the same outer momentum.
 
     To itself a rank sends nothing, so alone it may have any number of bits, too.

@@ -12,7 +12,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate, strategies
-from tests.internals import Sums, transform
+from tests.internals import transform
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 dtypes = st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3)
@@ -59,15 +59,8 @@ def create(world: af.World, kinds: list[torch.dtype], *setup: Any, **sgd: Any) -
     fused=st.booleans(),
 )
 def test_the_weight_is_not_rounded(
-    kinds: list[torch.dtype],
-    weight: float,
-    size: int,
-    scale: float | None,
-    *,
-    as_tensor: bool,
-    in_backward: bool,
-    fused: bool,
-) -> None:
+    kinds, weight, size, scale, as_tensor, in_backward, fused
+):
     """Whatever the parameters' dtypes, a loss scale and the optimizer: the mean, once rounded."""
     scaled = None if scale is None else Scaled(scale)
     beside = af.optimizer_in_backward() if in_backward else scaled
@@ -98,9 +91,7 @@ def test_the_weight_is_not_rounded(
     sums=strategies.sums(),
     divided=st.booleans(),
 )
-def test_sync_grads_gives_what_ddp_gives(
-    used: list[set[int]], sums: Sums, *, divided: bool
-) -> None:
+def test_sync_grads_gives_what_ddp_gives(used, sums, divided):
     """Parameters that took part on no rank have no gradient, so that nothing decays them.
 
     A rank may have divided its own before: they go by its weight all the same.
@@ -145,9 +136,7 @@ def uses(draw: st.DrawFn) -> list[list[list[set[int]]]]:
 
 
 @given(uses=uses(), keep_grads=st.sampled_from(["whole", "sharded"]))
-def test_parts_that_are_unused_are_as_on_one_rank(
-    uses: list[list[list[set[int]]]], keep_grads: Any
-) -> None:
+def test_parts_that_are_unused_are_as_on_one_rank(uses, keep_grads):
     """What takes part on some ranks or in some micro-batches is trained; the rest stays."""
     kinds, ranks, micro = [torch.float64] * 3, len(uses[0]), len(uses[0][0])
     step = af.make_step(lambda net, batch: net(batch[0], sorted(batch[1])))

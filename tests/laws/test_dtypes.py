@@ -213,9 +213,7 @@ def test_any_dtype_and_shape(row: str, found: list[Odd], size: int) -> None:
     decay=st.sampled_from([0.5, 0.999, 0.9995]),
     updates=st.integers(40, 80),
 )
-def test_an_average_moves_in_any_dtype(
-    dtype: torch.dtype, decay: float, updates: int
-) -> None:
+def test_an_average_moves_in_any_dtype(dtype, decay, updates):
     """However little of a parameter an update adds to the average: in 16 bits none is lost."""
     ema, start = af.ema(decay), torch.ones(2, dtype=dtype)
     state = af.TrainState.create(
@@ -276,9 +274,7 @@ def test_a_norm_is_not_kept_in_16_bits(dtypes, rows, norm_type):
         st.sampled_from([1, 257, 70_000, 2**24 + 1]), min_size=2, max_size=3
     ),
 )
-def test_ranks_are_averaged_by_any_weight(
-    dtype: torch.dtype, weights: list[int]
-) -> None:
+def test_ranks_are_averaged_by_any_weight(dtype, weights):
     """A weight that a parameter's dtype cannot hold counts as it is."""
 
     def train(world: af.World) -> torch.Tensor:

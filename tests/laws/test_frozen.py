@@ -125,9 +125,7 @@ def check(run: Run, drawn: list[tuple[str, int]], world: af.World, folder: str) 
 
 
 @given(run=runs(), kind=KINDS, setup=stacks(4), drawn=acts)
-def test_what_is_frozen_stays(
-    run: Run, kind: str, setup: object, drawn: list[tuple[str, int]]
-) -> None:
+def test_what_is_frozen_stays(run, kind, setup, drawn):
     """However states go on, and whatever is written: both have what they would have alone."""
     n = max(run.n, 12)
     run = attrs.evolve(

@@ -293,9 +293,7 @@ def test_a_state_is_what_it_holds(taken: set[str], optimizer: str) -> None:
 
 @example(turns=[0, 1, 0], parts=False)
 @given(turns=st.lists(st.integers(-1, 3), min_size=1, max_size=5), parts=st.booleans())
-def test_batches_that_are_added_follow_one_another(
-    turns: list[int], *, parts: bool
-) -> None:
+def test_batches_that_are_added_follow_one_another(turns, parts):
     """Added is what begins where the state stands, or the gradients; the furthest counts.
 
     Plain values (-1) and batches of `af.join_uneven` count for no samples.

@@ -3,7 +3,6 @@
 
 from functools import partial
 from itertools import groupby
-from typing import Any
 
 import attrs
 import torch
@@ -53,14 +52,8 @@ def test_alone_it_is_plain_training(run: Run, every: int) -> None:
     cap=st.sampled_from([25, 1e-4]),
 )
 def test_it_communicates_when_it_says(
-    every: int,
-    updates: int,
-    size: int,
-    buffers: bool,
-    opt_state: bool,
-    optimizer: str,
-    cap: float,
-) -> None:
+    every, updates, size, buffers, opt_state, optimizer, cap
+):
     """One all-reduce every sync_every updates, and a gather for opt_state; replicas agree after.
 
     Where a buffer has not room for all, there are as many as it takes.
@@ -186,9 +179,7 @@ class Meetings:
     near=st.sampled_from([{2: 2}, {1: 2, 2: 4}, {1: 2, 2: 4}, {1: 2}, {2: 4}]),
     comes=st.integers(0, 3),
 )
-def test_neighbours_meet_more_often(
-    moves: Moves, every: int, near: dict[int, int], comes: int
-) -> None:
+def test_neighbours_meet_more_often(moves, every, near, comes):
     """Parts are averaged at their periods by what their ranks saw since, all at the last; where
     they are put on in mid-run, too.
     """
@@ -225,9 +216,7 @@ def test_neighbours_meet_more_often(
         }
     ),
 )
-def test_a_part_that_is_all_ranks_meets_as_all_do(
-    run: Run, size: int, near: int, options: dict[str, Any]
-) -> None:
+def test_a_part_that_is_all_ranks_meets_as_all_do(run, size, near, options):
     """It is averaged in all that is asked for: parameters, buffers and optimizer state."""
     often = af.local_sgd(sync_every=near, **options)
     setup = af.local_sgd(sync_every=8, neighbours={near: size}, **options)
@@ -292,9 +281,7 @@ def test_momentum_is_averaged_by_name(used: list[list[set[str]]]) -> None:
     every=st.integers(1, 3),
     first=st.booleans(),
 )
-def test_what_ema_keeps_is_evaluated_alike(
-    run: Run, size: int, every: int, first: bool
-) -> None:
+def test_what_ema_keeps_is_evaluated_alike(run, size, every, first):
     """Beside ema, in either order, all ranks evaluate the mean of their averages, always."""
     local, ema = af.local_sgd(sync_every=every), af.ema(0.5)
     both = (ema, local) if first else (local, ema)

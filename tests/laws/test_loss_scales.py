@@ -81,9 +81,7 @@ def test_the_scale_follows_its_rule(overflows, growth, backoff, interval, size):
     micro=st.integers(1, 3),
     size=st.integers(1, 2),
 )
-def test_a_scale_that_is_a_power_of_2_changes_no_bit(
-    power: int, run: Run, micro: int, size: int
-) -> None:
+def test_a_scale_that_is_a_power_of_2_changes_no_bit(power, run, micro, size):
     """Gradients, clipping and updates are bitwise those at scale 1, and close to those without."""
 
     def found(*setup: object) -> list[Found]:

@@ -57,7 +57,7 @@ def by_hand(state: af.TrainState, rows: torch.Tensor) -> dict[str, torch.Tensor]
 @example(engine="none", shares=[0, 2], as_tensor=False, into=False)
 @example(engine="fsdp", shares=[0, 2], as_tensor=True, into=False)
 def test_gradients_made_by_hand_train_as_those_of_a_loss(
-    engine, shares, *, as_tensor, into
+    engine, shares, as_tensor, into
 ):
     """They are averaged by weight; a rank without samples has a gradient of NaN and weight 0."""
 

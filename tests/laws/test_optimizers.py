@@ -75,9 +75,7 @@ names = st.frozensets(
 
 
 @given(run=runs(), size=sizes, setup=setups, half=names)
-def test_equal_parts_are_one_optimizer(
-    run: Run, size: int, setup: object, half: frozenset[str]
-) -> None:
+def test_equal_parts_are_one_optimizer(run, size, setup, half):
     """Parts of one kind and options are one optimizer, however parameters are divided."""
     make = OPTIMIZERS[run.optimizer]
 
@@ -134,9 +132,7 @@ def test_each_part_is_its_own_optimizer(rest, factors, seed):
     setup=setups,
     cut=st.integers(0, 2),
 )
-def test_parts_are_saved_and_copied(
-    run: Run, rest: str, size: int, setup: object, cut: int
-) -> None:
+def test_parts_are_saved_and_copied(run, rest, size, setup, cut):
     """A partition copied, or saved and loaded, at any update goes on as if it had not been."""
 
     def train(world: af.World, folder: Path) -> tuple[Found, Found]:
@@ -211,10 +207,7 @@ def test_frozen_in_mid_run(optimizer, masks, size, setup, loss):
     simulate(size, train)
 
 
-@given(
-    optimizer=st.sampled_from(["sgd", "momentum", "adamw", "decay"]),
-    masks=masks,
-)
+@given(optimizer=st.sampled_from(["sgd", "momentum", "adamw", "decay"]), masks=masks)
 def test_freezing_is_requires_grad(optimizer: str, masks: list[frozenset[str]]) -> None:
     """Training what a predicate says is a loop by hand that sets `requires_grad` so."""
     state = af.TrainState.create(model=model("plain"), optimizer=OPTIMIZERS[optimizer])
@@ -236,9 +229,7 @@ def test_freezing_is_requires_grad(optimizer: str, masks: list[frozenset[str]]) 
 
 
 @given(run=runs(kind="plain"), mask=names.filter(bool), other=names.filter(bool))
-def test_a_checkpoint_is_of_no_trained_set(
-    run: Run, mask: frozenset[str], other: frozenset[str]
-) -> None:
+def test_a_checkpoint_is_of_no_trained_set(run, mask, other):
     """`load` keeps the given state's trained set; it warns unless that is the saved one."""
     saved, _ = run.train(run.state().with_trainable(lambda name, _: name in mask))
     fresh = run.state().with_trainable(lambda name, _: name in other)
@@ -297,9 +288,7 @@ def test_schedule_free_is_its_own_modes(kind: str, updates: int, seed: int) -> N
     size=sizes,
     cut=st.integers(0, 2),
 )
-def test_schedule_free_over_ranks_and_cuts(
-    run: Run, kind: str, size: int, cut: int
-) -> None:
+def test_schedule_free_over_ranks_and_cuts(run, kind, size, cut):
     """Ranks evaluate alike, and a run that was saved and loaded goes on bit by bit."""
     setup = af.chain(DDP, af.schedule_free())
 

@@ -56,9 +56,7 @@ def named_loss(net: Named, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
     names=st.permutations("abc"),
     order=st.permutations(range(3)),
 )
-def test_names_and_order_are_only_names_and_order(
-    run: Run, size: int, setup: object, names: list[str], order: list[int]
-) -> None:
+def test_names_and_order_are_only_names_and_order(run, size, setup, names, order):
     """Renaming and reordering parameters renames and reorders what training makes of them."""
     data = run.state().data
 
@@ -117,9 +115,7 @@ OUT_OF_BUCKETS = [
     layout=st.sampled_from(LAYOUTS),
     rows=st.sampled_from([*LAYOUTS, "expanded"]),
 )
-def test_layouts_change_nothing(
-    run: Run, size: int, setup: object, layout: str, rows: str
-) -> None:
+def test_layouts_change_nothing(run, size, setup, layout, rows):
     """Parameters and data in any memory layout train, save and load to the same values."""
     power = 2 ** (run.batch_size % 3)
     run = attrs.evolve(run, n=8, batch_size=power, setup=af.chain(setup))
@@ -230,13 +226,8 @@ MASKS = st.lists(
     size=st.integers(1, 3),
 )
 def test_what_is_frozen_and_thawed_is_averaged_and_evaluated(
-    masks: list[set[str]],
-    every: int | None,
-    decay: float | None,
-    size: int,
-    *,
-    first: bool,
-) -> None:
+    masks, every, decay, size, first
+):
     """Parameters frozen or thawed before any update stay where they are; averages go on."""
     ema = [] if decay is None else [af.ema(decay)]
     local = [af.wrap_ddp()] if every is None else [af.local_sgd(sync_every=every)]

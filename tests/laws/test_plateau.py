@@ -113,9 +113,7 @@ def test_plateau_is_torchs(given: Given, values: list[float]) -> None:
     size=st.integers(1, 2),
     cut=st.integers(0, 4),
 )
-def test_what_was_reported_is_saved(
-    given: Given, values: list[float], size: int, cut: int
-) -> None:
+def test_what_was_reported_is_saved(given, values, size, cut):
     """Cut at any update and resumed, on any number of ranks, it goes on bitwise."""
 
     def train(world: af.World, folder: Path) -> tuple[Found, Found]:

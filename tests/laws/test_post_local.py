@@ -61,9 +61,7 @@ seeds = st.integers(0, 9)
 
 
 @given(size=sizes, switch=switches, every=periods, seed=seeds)
-def test_until_the_switch_ranks_are_one_and_then_apart(
-    size: int, switch: int, every: int, seed: int
-) -> None:
+def test_until_the_switch_ranks_are_one_and_then_apart(size, switch, every, seed):
     """Against a process that has all ranks' models, each with an optimizer of its own."""
 
     def run(world: af.World) -> dict[str, torch.Tensor]:
@@ -115,9 +113,7 @@ def average(models: list[nn.Module], seen: list[int]) -> None:
 @given(
     size=sizes, switch=switches, every=periods, seed=seeds, cut=st.integers(1, LENGTH)
 )
-def test_a_run_goes_on_before_and_after_the_switch(
-    size: int, switch: int, every: int, seed: int, cut: int
-) -> None:
+def test_a_run_goes_on_before_and_after_the_switch(size, switch, every, seed, cut):
     """Bit by bit, from any update, with the setup of the last one that was taken."""
     with tempfile.TemporaryDirectory() as folder:
 

@@ -196,19 +196,14 @@ def test_autocast_lowers_no_dtype(run: Run) -> None:
 
 @pytest.mark.parametrize(
     "setup",
-    [
-        pytest.param(None, id="plain"),
-        pytest.param(af.autocast("bf16"), id="autocast"),
-    ],
+    [pytest.param(None, id="plain"), pytest.param(af.autocast("bf16"), id="autocast")],
 )
 @given(
     run=runs(dyadic=False, loss="squared"),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     enabled=st.booleans(),
 )
-def test_the_caller_s_autocast_changes_nothing(
-    setup: object, run: Run, dtype: torch.dtype, enabled: bool
-) -> None:
+def test_the_caller_s_autocast_changes_nothing(setup, run, dtype, enabled):
     """Whatever autocast surrounds the loop, every update is bitwise the same."""
     expected, _ = train_in_float32(run, setup)
     with torch.autocast("cpu", dtype=dtype, enabled=enabled):

@@ -228,9 +228,7 @@ def mean_of_squares(net: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
     drawn=st.booleans(),
     setup=st.sampled_from([af.wrap_ddp(), af.wrap_fsdp()]),
 )
-def test_a_model_without_values_is_taken_as_it_is(
-    size: int, drawn: bool, setup: af.Transform
-) -> None:
+def test_a_model_without_values_is_taken_as_it_is(size, drawn, setup):
     """An instance of empty_weights, whose buffers have values, as a factory's."""
 
     made_on_meta: list[bool] = []

@@ -144,8 +144,8 @@ def trained_parts(found: Found) -> Found:
     seed=SEEDS,
 )
 def test_one_bad_element_on_one_rank_skips_that_update_on_all(
-    fault: Fault, skipping: Any, reducing: af.chain, size: int, seed: int
-) -> None:
+    fault, skipping, reducing, size, seed
+):
     """All ranks skip it, and parameters, buffers, optimizer, slots and step stay, bitwise."""
     setup = af.chain(reducing, skipping, af.clip_grad_norm(1.0), af.ema(0.5))
     for states, skipped, count in simulate(
@@ -182,8 +182,7 @@ def test_a_skipped_update_is_one_that_was_not(fault, skipping, reducing, size, s
     # a power of 2 in the place of another changes no bit of a gradient in float64
     with_bad, without = (
         simulate(
-            size,
-            lambda world, out=out: train(world, setup, seed, fault, leave_out=out),
+            size, lambda world, out=out: train(world, setup, seed, fault, leave_out=out)
         ).results
         for out in (False, True)
     )
@@ -230,9 +229,7 @@ class Wishes:
     ),
     reducing=REDUCING,
 )
-def test_any_wish_of_any_rank_skips_once(
-    size: int, wishes: list[tuple[int | None, frozenset[int], Any]], reducing: af.chain
-) -> None:
+def test_any_wish_of_any_rank_skips_once(size, wishes, reducing):
     """Wishes of transforms and ranks, agreed or not, are joined by or; an update counts once."""
     none = Fault(0.0, 0, 0, 0, frozenset())
     wishing = [
@@ -262,9 +259,7 @@ def test_any_wish_of_any_rank_skips_once(
     place=st.integers(0, 1000),
     spoil=st.booleans(),
 )
-def test_what_is_not_finite_is_found(
-    value: float, shapes: list, dtype: torch.dtype, place: int, spoil: bool
-) -> None:
+def test_what_is_not_finite_is_found(value, shapes, dtype, place, spoil):
     """Any element of any tensor is seen, the largest finite one is not, and all stay as is."""
     fixed = [torch.full(shape, -0.0).to(dtype) for shape in shapes]
     largest = torch.finfo(dtype).max
@@ -332,14 +327,8 @@ def test_too_many_in_a_row_raise_on_every_rank(most, size, rank, parts):
     size=st.integers(1, 2),
 )
 def test_a_device_that_skips_by_itself_does_as_the_host(
-    overflows: list[bool],
-    kind: Any,
-    scheduled: bool,
-    clip: bool,
-    net: str,
-    who: tuple[Any, ...],
-    size: int,
-) -> None:
+    overflows, kind, scheduled, clip, net, who, size
+):
     """States, rates and counts are bitwise the same, and the last flag is not read before.
 
     A state is that of the optimizer, of batch statistics, and of who counts skips in a row.

@@ -172,9 +172,7 @@ def test_a_micro_batch_is_that_of_all_ranks(case: Case, size: int, parts: int) -
 
 
 @given(case=cases(), size=st.integers(2, 3), training=st.booleans())
-def test_it_costs_two_collectives_a_layer(
-    case: Case, size: int, *, training: bool
-) -> None:
+def test_it_costs_two_collectives_a_layer(case, size, training):
     """One forward and one backward, of a few numbers a channel; running statistics none.
 
     In each pass ranks say once that they are through; in the first one for each layer, too.

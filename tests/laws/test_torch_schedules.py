@@ -73,9 +73,7 @@ class Given:
 
 @st.composite
 def givens(
-    draw: st.DrawFn,
-    kinds: Iterable[str] = KINDS,
-    names: Iterable[str] = SCHEDULERS,
+    draw: st.DrawFn, kinds: Iterable[str] = KINDS, names: Iterable[str] = SCHEDULERS
 ) -> Given:
     kind = draw(st.sampled_from(sorted(kinds)))
     rates = draw(st.lists(st.sampled_from([0.1, 0.03, 3e-4]), min_size=1, max_size=3))
@@ -222,9 +220,7 @@ def test_an_error_is_told_again_or_costs_nothing(given, at, where, interrupted, 
     cut=st.integers(0, 4),
     exact=st.sampled_from([DDP, af.chain(DDP, af.accumulate(num_micro_batches=2))]),
 )
-def test_from_torch_over_ranks_and_cuts(
-    given: Given, size: int, cut: int, exact: object
-) -> None:
+def test_from_torch_over_ranks_and_cuts(given, size, cut, exact):
     """A1: on ranks, and after a resume at any update, the rates are the scheduler's own."""
     expected = [rates for rates, _, _ in by_hand(given, [ROWS] * 6, [False] * 6)]
 
