@@ -266,9 +266,7 @@ ONE = {
 @pytest.mark.parametrize("call", UPDATING)
 @given(setup=st.integers(0, len(SETUPS) - 1), drawn=DRAWN)
 @example(setup=[*SETUPS].index("in backward"), drawn=ONE)
-def test_an_update_that_is_broken_off_was_not_begun_or_says_so(
-    call: str, setup: int, drawn: dict[str, Any]
-) -> None:
+def test_an_update_that_is_broken_off_was_not_begun_or_says_so(call, setup, drawn):
     """Its state is as before and goes on so, in the same engine, or was changed and is over."""
     check(call, setup, drawn, places=60)
 
@@ -276,17 +274,13 @@ def test_an_update_that_is_broken_off_was_not_begun_or_says_so(
 @pytest.mark.slow
 @pytest.mark.parametrize("call", sorted(CALLS.keys() - UPDATING))
 @given(setup=st.integers(0, len(SETUPS) - 1), drawn=DRAWN)
-def test_what_is_broken_off_leaves_nothing_half_done(
-    call: str, setup: int, drawn: dict[str, Any]
-) -> None:
+def test_what_is_broken_off_leaves_nothing_half_done(call, setup, drawn):
     """What is of the process is as before, the state too; made again, the call is made whole."""
     check(call, setup, drawn, places=1 if call in DEAR else 8)
 
 
 @given(setup=st.integers(0, len(SETUPS) - 1), drawn=DRAWN)
-def test_a_save_that_is_broken_off_behind_the_training_says_so(
-    setup: int, drawn: dict[str, Any]
-) -> None:
+def test_a_save_that_is_broken_off_behind_the_training_says_so(setup, drawn):
     """In the thread that writes: whoever waits has the error, and nothing is half there."""
     check("stored_behind", setup, {**drawn, "behind": True}, places=2)
 

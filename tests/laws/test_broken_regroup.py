@@ -69,9 +69,7 @@ GO_ON = {"ddp": af.wrap_ddp(), "apart": af.local_sgd(sync_every=1)}
     line=PARTS,
     which=PARTS,
 )
-def test_ranks_that_go_on_are_told_who_does_not(
-    setup: str, hit: int, kind: str, file: float, line: float, which: float
-) -> None:
+def test_ranks_that_go_on_are_told_who_does_not(setup, hit, kind, file, line, which):
     """Where a regroup is broken off on one, the other has gone on, or hears of that rank."""
     with lent():
         counts, expected = regrouped(setup, hit)

@@ -37,14 +37,8 @@ UPDATES = 14
 @example(setup="local sgd", every=2, size=3, gone=0, step=5, later=2, async_=False)
 @example(setup="local sgd", every=2, size=2, gone=1, step=5, later=None, async_=True)
 def test_whoever_is_there_saves_and_goes_on(
-    setup: str,
-    every: int,
-    size: int,
-    gone: int,
-    step: int,
-    later: int | None,
-    async_: bool,
-) -> None:
+    setup, every, size, gone, step, later, async_
+):
     """What they train is what as many do from their checkpoints; the last is what they end with.
 
     It is so whether rank 0 is lost, whose the directory is, or takes it from another as it

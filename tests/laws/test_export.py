@@ -92,14 +92,7 @@ def same(one: Tensors, two: Tensors) -> bool:
     at=st.sampled_from(["train", "eval"]),
     how=st.sampled_from(["cpu", "meta", "factory", "empty"]),
 )
-def test_what_is_exported_is_imported(
-    size: int,
-    kind: str,
-    setup: tuple[object, ...],
-    limit: int | str,
-    at: str,
-    how: str,
-) -> None:
+def test_what_is_exported_is_imported(size, kind, setup, limit, at, how):
     """An export has what is evaluated, or with at="train" what rank 0 trains; ties are tied."""
 
     def export(world: af.World) -> Tensors:

@@ -59,9 +59,7 @@ def causes(error: BaseException | None) -> list[BaseException]:
 @example(
     size=2, rank=1, what="divide", error="ValueError: boom", async_=True, joint=False
 )
-def test_a_save_names_whose_error_it_was(
-    size: int, rank: int, what: str, error: str, async_: bool, joint: bool
-) -> None:
+def test_a_save_names_whose_error_it_was(size, rank, what, error, async_, joint):
     """B2: any error on a rank is told to all with its kind, and that rank has it as cause.
 
     Nothing is left of the save, nor of what is not what was written; a checkpoint that could
@@ -300,9 +298,7 @@ def test_what_cannot_be_removed_keeps_nothing_else(stuck: set[int], keep: int) -
 
 
 @given(
-    phase=st.sampled_from(commit.Phase),
-    keep=st.integers(1, 2),
-    async_=st.booleans(),
+    phase=st.sampled_from(commit.Phase), keep=st.integers(1, 2), async_=st.booleans()
 )
 @example(phase=commit.Phase.COMMIT, keep=1, async_=True)
 def test_a_store_keeps_no_more_when_another_rank_ends(phase, keep, async_):

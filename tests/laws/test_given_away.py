@@ -97,9 +97,7 @@ def trained(state: af.TrainState, updates: int) -> af.TrainState:
     part=st.integers(0, 3),
     updates=st.integers(0, 2),
 )
-def test_a_model_that_was_given_raises(
-    kind: str, use: str, part: int, updates: int
-) -> None:
+def test_a_model_that_was_given_raises(kind, use, part, updates):
     """A5: whatever is asked of it, or of a part of it that holds tensors, before a load or after.
 
     The state trains as that of a copy does; activations that have no tensors stay everybody's.

@@ -65,14 +65,8 @@ def optimizer_of(kind: str) -> Any:
     read_by=st.integers(0, 3),
 )
 def test_what_zero_saved_is_all_there(
-    groups: Any,
-    frozen: Any,
-    kind: str,
-    stage: int,
-    ranks: int,
-    align: int,
-    read_by: int,
-) -> None:
+    groups, frozen, kind, stage, ranks, align, read_by
+):
     """Weights, buffers and what an optimizer keeps, bitwise, in one process and in parts."""
     make = partial(Net, groups, frozen)
     model = make()

@@ -120,9 +120,7 @@ LYING = st.sampled_from([torch.clone, cut_out, scattered, turned])
     lying=st.lists(LYING, min_size=6, max_size=6),
     layout=st.sampled_from([None, *sorted(LAYOUTS)]),
 )
-def test_however_it_lay_it_comes_as_it_was(
-    seed: int, lying: list[Any], layout: str | None
-) -> None:
+def test_however_it_lay_it_comes_as_it_was(seed, lying, layout):
     """What torch saved of tensors that were turned, cut out of others or had gaps."""
     torch.manual_seed(seed)
     small = partial(Net, 4, 6, (2, 3))

@@ -144,9 +144,7 @@ def check(found: Mapping[str, torch.Tensor], model: nn.Module, *, exact: bool) -
     size=st.integers(1, 3),
     turned=st.booleans(),
 )
-def test_what_torch_saved_goes_on(
-    kind: str, cut: int, flat: bool, key: str, layout: str, size: int, turned: bool
-) -> None:
+def test_what_torch_saved_goes_on(kind, cut, flat, key, layout, size, turned):
     """A distributed checkpoint of a plain loop, in any layout: bitwise in one process.
 
     Whichever of its names a tied parameter went by.
@@ -171,9 +169,7 @@ def test_what_torch_saved_goes_on(
     saved_by=st.integers(2, 3),
     read_by=st.integers(1, 3),
 )
-def test_what_ranks_saved_in_parts_goes_on(
-    kind: str, cut: int, saved_by: int, read_by: int
-) -> None:
+def test_what_ranks_saved_in_parts_goes_on(kind, cut, saved_by, read_by):
     """torch's own `fully_shard` on some ranks, and another number of them that go on."""
 
     def train(world: af.World, folder: str) -> dict[str, torch.Tensor]:

@@ -193,9 +193,7 @@ def test_each_act_beside_each_setup(setup):
     size=st.integers(1, 3),
     acts=acts(),
 )
-def test_what_is_done_between_updates_leaves_no_trace(
-    program: Program, is_grouped: bool, size: int, acts: Acts
-) -> None:
+def test_what_is_done_between_updates_leaves_no_trace(program, is_grouped, size, acts):
     """Bitwise the states, the metrics and the scores of a training that nothing disturbs."""
     if is_grouped:
         program = attrs.evolve(program, optimizer=grouped)
@@ -230,9 +228,7 @@ def apart(draw: st.DrawFn) -> tuple[af.chain, Any]:
     size=st.integers(1, 3),
     acts=acts(),
 )
-def test_nor_does_it_where_models_are_split_or_compressed(
-    program: Program, setup: tuple[af.chain, Any], size: int, acts: Acts
-) -> None:
+def test_nor_does_it_where_models_are_split_or_compressed(program, setup, size, acts):
     """The same with parts of models, few bits, and optimizers with a way of their own."""
     chain, optimizer = setup
     check(attrs.evolve(program, setup=chain, optimizer=optimizer), size, acts)

@@ -155,9 +155,7 @@ def told(holder: Holder, saved: Holder, ask: Ask) -> dict[str, Any] | None:
 
 
 @given(two=alike(), ask=ASKS, size=st.integers(1, 2))
-def test_a_partial_load_is_what_was_asked_for(
-    two: tuple[Holder, Holder], ask: Ask, size: int
-) -> None:
+def test_a_partial_load_is_what_was_asked_for(two, ask, size):
     """Values, report and refusals are those of dicts; all else stays, and keeps its dtype."""
     saved, holder = two
     expected = told(holder, saved, ask)

@@ -90,14 +90,7 @@ def test_it_is_the_reduction(several: list[Call], size: int, order: Any) -> None
     cap=st.sampled_from([1e-4, 1e-4, 1e-5, None]),
     on_device=st.booleans(),
 )
-def test_a_mean_is_by_weight(
-    weights: list[int],
-    dtypes: list[torch.dtype],
-    times: int,
-    rows: int,
-    cap: float | None,
-    on_device: bool,
-) -> None:
+def test_a_mean_is_by_weight(weights, dtypes, times, rows, cap, on_device):
     """It is that of all samples; where nobody has any ranks count alike; inputs stay.
 
     No bucket is larger than it may be, and no two that follow one another fit in one.

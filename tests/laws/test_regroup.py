@@ -71,11 +71,7 @@ def test_the_rest_go_on_from_the_last_average(training, size, gone, step, schedu
         return found
 
     run = simulate(
-        size,
-        fn,
-        faults=[Crash(gone, step=step)],
-        elastic=1,
-        schedule=schedule,
+        size, fn, faults=[Crash(gone, step=step)], elastic=1, schedule=schedule
     )
     average = step - step % training.every
     stages = [(0, size), (average, size - 1)]
@@ -145,9 +141,7 @@ def test_a_rank_that_comes_back_comes_in_at_an_average(
     gone=st.integers(0, 3),
     step=st.integers(0, UPDATES - 1),
 )
-def test_what_is_each_rank_s_own_it_keeps(
-    training: Training, size: int, gone: int, step: int
-) -> None:
+def test_what_is_each_rank_s_own_it_keeps(training, size, gone, step):
     """Those that are left have what they would have saved themselves and loaded."""
     gone %= size
     with tempfile.TemporaryDirectory() as folder:
@@ -224,9 +218,7 @@ def test_each_epoch_is_covered_once(training, size, faults):
     behind=st.sets(st.integers(0, 2), max_size=3),
     setup=st.sampled_from(sorted(PLAIN)),
 )
-def test_the_newest_state_is_what_all_go_on_from(
-    size: int, behind: set[int], setup: str
-) -> None:
+def test_the_newest_state_is_what_all_go_on_from(size, behind, setup):
     """Where some had their average, and another was gone before the rest had it."""
     training = Training(setup=PLAIN[setup](2), every=2, updates=9)
     late = {rank for rank in behind if rank < size - 2}

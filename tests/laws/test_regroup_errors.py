@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.errors import RankCrashedError, SimulationError
+from accelfn.errors import (
+    ArgumentError,
+    PeerFailedError,
+    RankCrashedError,
+    SimulationError,
+    StateError,
+    WorldError,
+)
 from accelfn.testing import Crash, Raise, simulate
 from tests.laws.elastic import Training, elastic
 
@@ -50,20 +57,16 @@ def test_what_cannot_be_regrouped_is_refused():
     training = Training(setup=af.wrap_ddp(), every=1, updates=6)
 
     def not_elastic(world: af.World) -> None:
-        with pytest.raises(
-            af.errors.WorldError, match="accelfn launch --elastic MIN:MAX"
-        ):
+        with pytest.raises(WorldError, match="accelfn launch --elastic MIN:MAX"):
             af.regroup(training.state(world))
 
     def part(world: af.World) -> None:
-        with pytest.raises(
-            af.errors.WorldError, match="of 1 ranks, is a part of another world"
-        ):
+        with pytest.raises(WorldError, match="of 1 ranks, is a part of another world"):
             af.regroup(training.state(world.split(size=1)))
 
     simulate(2, not_elastic)
     simulate(2, part, elastic=1)
-    with pytest.raises(af.errors.WorldError, match="accelfn launch --elastic MIN:MAX"):
+    with pytest.raises(WorldError, match="accelfn launch --elastic MIN:MAX"):
         af.regroup(training.state(None))
     for options, said in (
         ({"elastic": 3}, r"elastic=3\): expected the smallest .* from 1 to 2"),
@@ -73,14 +76,14 @@ def test_what_cannot_be_regrouped_is_refused():
             "Pass elastic=n, so that the run continues",
         ),
     ):
-        with pytest.raises(af.errors.ArgumentError, match=said):
+        with pytest.raises(ArgumentError, match=said):
             simulate(2, not_elastic, **options)
 
 
 def test_a_part_of_a_model_that_is_gone_is_missed():
     """Of a model that is split no checkpoint in memory is left; those on a disk are."""
     training = Training(setup=af.wrap_fsdp(), every=1, updates=6)
-    with pytest.raises(af.errors.StateError, match="Continue from the last checkpoint"):
+    with pytest.raises(StateError, match="Continue from the last checkpoint"):
         simulate(
             3,
             lambda world: elastic(world, training),
@@ -109,12 +112,10 @@ def test_who_has_not_come_in_does_not_train_alone():
         came_late = world.size == 1
         state = training.state(world)
         if came_late:
-            with pytest.raises(
-                af.errors.WorldError, match=r"state = af\.regroup\(state\)"
-            ):
+            with pytest.raises(WorldError, match=r"state = af\.regroup\(state\)"):
                 training.train(state, 1)
             return
-        with pytest.raises(af.errors.PeerFailedError):
+        with pytest.raises(PeerFailedError):
             training.train(state, 3)
         training.train(af.regroup(state), 3)
 
@@ -129,7 +130,7 @@ def test_whoever_comes_back_in_vain_is_told_of():
         state = training.state(world)
         if world.size == 1:
             af.regroup(state)
-        with pytest.raises(af.errors.PeerFailedError):
+        with pytest.raises(PeerFailedError):
             training.train(state.copy(), 2)
         training.train(af.regroup(state), 5)
 
@@ -143,14 +144,10 @@ def test_the_old_world_says_where_the_ranks_are():
 
     def fn(world: af.World) -> int:
         state = training.state(world)
-        with pytest.raises(
-            af.errors.PeerFailedError, match="rank 1 crashed, as planned"
-        ):
+        with pytest.raises(PeerFailedError, match="rank 1 crashed, as planned"):
             training.train(state, 3)
         state = af.regroup(state)
-        with pytest.raises(
-            af.errors.WorldError, match=r"use state.world of the new state"
-        ):
+        with pytest.raises(WorldError, match=r"use state.world of the new state"):
             af.barrier(world)
         af.barrier(state.world)
         return state.world.rank

@@ -69,9 +69,7 @@ def test_cut_and_resumed_runs_are_uninterrupted_ones(run, kind, setup, cuts):
 @given(
     run=runs(), kind=KINDS, setup=chains(), cuts=st.sets(st.integers(0, 4), max_size=5)
 )
-def test_saving_changes_nothing(
-    run: Run, kind: str, setup: object, cuts: set[int]
-) -> None:
+def test_saving_changes_nothing(run, kind, setup, cuts):
     """Saving at any updates leaves the run, and the process's generators, as they were."""
     run = make(run, kind, setup)
     whole, _ = run.train(run.state(), 4)
@@ -119,9 +117,7 @@ def cut(
     at=st.integers(0, 4),
     size=st.sampled_from([1, 2, 3]),
 )
-def test_ranks_resume_bitwise(
-    run: Run, kind: str, setup: str, at: int, size: int
-) -> None:
+def test_ranks_resume_bitwise(run, kind, setup, at, size):
     """Every rank goes on bitwise, in the middle of local SGD's period and of an epoch too."""
     run = make(run, kind, SETUPS[setup])
     if kind == "norm":  # two samples in each of six micro-batches
@@ -145,14 +141,7 @@ def test_ranks_resume_bitwise(
         ]
     ),
 )
-def test_sums_are_taken_alike_after_a_cut(
-    run: Run,
-    at: int,
-    size: int,
-    sums: Sums,
-    bucket: float | None,
-    options: dict[str, bool],
-) -> None:
+def test_sums_are_taken_alike_after_a_cut(run, at, size, sums, bucket, options):
     """Where a gradient lies, a backend's order depends on it: in a new process it lies there."""
     ddp = af.wrap_ddp(bucket_cap_mb=bucket, **options)
     run = make(run, "plain", af.chain(af.shard_data(), ddp))
@@ -166,9 +155,7 @@ def test_sums_are_taken_alike_after_a_cut(
     at=st.integers(0, 4),
     sizes=st.sampled_from([(2, 1), (1, 2), (2, 4), (4, 2), (3, 2)]),
 )
-def test_another_number_of_ranks_goes_on(
-    run: Run, kind: str, at: int, sizes: tuple[int, int]
-) -> None:
+def test_another_number_of_ranks_goes_on(run, kind, at, sizes):
     """Saved on n ranks and loaded on m, a run ends where it would have, up to rounding."""
     run = make(run, kind, af.chain(af.shard_data(), af.wrap_ddp(), af.ema(0.5)))
     for whole, resumed in cut(sizes, run, at):
@@ -220,9 +207,7 @@ def test_ranks_that_differ_are_averaged(at, sizes, optimizer, weighted):
     ones=st.lists(st.integers(1, 3), min_size=2, max_size=4),
     large=st.sampled_from([0.0, 64.0, 256.0]),
 )
-def test_a_mean_of_narrow_parameters_is_rounded_once(
-    dtype: torch.dtype, ones: list[int], large: float
-) -> None:
+def test_a_mean_of_narrow_parameters_is_rounded_once(dtype, ones, large):
     """However many ranks had what each addition in 16 bits would lose; complex ones, too."""
     had = torch.tensor([large, *ones]).to(dtype)
 
@@ -324,9 +309,7 @@ class Counting:
     sizes=st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 3)]),
     bare=st.booleans(),
 )
-def test_a_transform_may_be_called_as_a_field_is(
-    name: str, updates: int, sizes: tuple[int, int], *, bare: bool
-) -> None:
+def test_a_transform_may_be_called_as_a_field_is(name, updates, sizes, *, bare):
     """Under any name a slot is saved and loaded, on any ranks, and missed where it was not."""
     bases = [af.shard_data(), af.wrap_ddp()]
     plain, counting = (

@@ -25,7 +25,7 @@ from accelfn.testing import Terminate, simulate
 from tests.internals import Lock, Writing, files, gather_text
 from tests.laws.disks import Disk, lent, watched
 from tests.laws.states import base, is_of, state_of, to_save
-from tests.strategies import Run, differences, runs, tensors
+from tests.strategies import differences, runs, tensors
 
 REASONS = [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO]
 
@@ -344,9 +344,7 @@ SETUP = af.chain(af.shard_data(), af.local_sgd(sync_every=2), af.ema(0.5))
     at=st.integers(0, 40),
     async_=st.booleans(),
 )
-def test_all_ranks_leave_after_the_same_update(
-    run: Run, size: int, rank: int, at: int, async_: bool
-) -> None:
+def test_all_ranks_leave_after_the_same_update(run, size, rank, at, async_):
     """SIGTERM at any collective of any rank: all save the same update, and go on from it."""
     run = attrs.evolve(run, n=24, batch_size=6, updates=4, dyadic=False, setup=SETUP)
     left: dict[int, tuple[int, object]] = {}

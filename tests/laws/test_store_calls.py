@@ -153,9 +153,7 @@ CALLS = st.one_of(
     size=1,
     joint=False,
 )
-def test_a_store_is_what_was_saved_and_kept(
-    options: Options, calls: list[tuple[Any, bool]], size: int, joint: bool
-) -> None:
+def test_a_store_is_what_was_saved_and_kept(options, calls, size, joint):
     """After any calls: its steps, the newest, the best, what each restores to, what is due."""
 
     def rank(world: af.World) -> None:
@@ -300,9 +298,7 @@ SAMPLED = st.builds(
     other=SAMPLED,
     size=st.sampled_from([1, 2]),
 )
-def test_data_may_differ_in_what_is_allowed(
-    first: Sampled, differing: set[str], allow: set[str], other: Sampled, size: int
-) -> None:
+def test_data_may_differ_in_what_is_allowed(first, differing, allow, other, size):
     """In nothing else, whether `restore`, `load` or `load_part` was told what may."""
     now = attrs.evolve(first, **{name: getattr(other, name) for name in differing})
     changed = {name for name in FACTS if getattr(now, name) != getattr(first, name)}

@@ -27,6 +27,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from accelfn.errors import (
+    AccelfnWarning,
+    ArgumentError,
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointWriteError,
+    DataError,
+    PlainDataError,
+    WorldError,
+)
 from accelfn.testing import simulate
 from tests.internals import background, codec, files, manifest
 from tests.states import values
@@ -88,7 +98,7 @@ def test_unsaveable_slot(case, tmp_path):
     """What cannot be saved is named by its path; nothing is left, the state usable."""
     value, words = UNSAVEABLE[case]
     state = make().with_slot("mine", value)
-    with pytest.raises(af.errors.CheckpointError, match=words) as caught:
+    with pytest.raises(CheckpointError, match=words) as caught:
         af.save(state, tmp_path / "saved")
     assert isinstance(caught.value, RuntimeError)
     assert not (tmp_path / "saved").exists()
@@ -114,9 +124,7 @@ def test_objects_with_a_state(tmp_path):
     assert loaded["of"][0].state_dict() == mine["of"][0].state_dict()
     assert loaded["keys"] == mine["keys"]
     assert target.slots["mine"]["of"][0].last_epoch == 0
-    with pytest.raises(
-        af.errors.CheckpointError, match=r"slots\.mine\.of\[0\].*with_slot"
-    ):
+    with pytest.raises(CheckpointError, match=r"slots\.mine\.of\[0\].*with_slot"):
         af.load(make(), tmp_path / "saved")
 
 
@@ -127,7 +135,7 @@ def test_ranks_that_see_no_common_directory(tmp_path):
         af.save(fresh(world=world), tmp_path / str(world.rank) / "saved")
 
     with pytest.raises(
-        af.errors.CheckpointWriteError,
+        CheckpointWriteError,
         match=r"rank 1 could not.*does not exist on this rank.*one directory",
     ):
         simulate(2, save)
@@ -138,7 +146,7 @@ def test_existing_directory(saved):
     """A directory that exists is not written into; the refusal names it."""
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
     with pytest.raises(
-        af.errors.CheckpointError, match=r"step 2.*saved already exists.*new directory"
+        CheckpointError, match=r"step 2.*saved already exists.*new directory"
     ):
         af.save(make(), saved)
     assert before == {path.name: path.read_bytes() for path in saved.iterdir()}
@@ -149,7 +157,7 @@ def test_existing_directory(saved):
 def test_directory_without_a_name(directory, tmp_path, monkeypatch):
     """A path that names no new directory is refused."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(af.errors.CheckpointError, match="directory"):
+    with pytest.raises(CheckpointError, match="directory"):
         af.save(make(), directory)
     assert list(tmp_path.iterdir()) == []
 
@@ -164,7 +172,7 @@ def test_relative_directory(tmp_path, monkeypatch):
 def test_directory_below_a_file(tmp_path):
     """A path below a file is refused with the system's reason."""
     (tmp_path / "file").touch()
-    with pytest.raises(af.errors.CheckpointError, match=r"step 2 was not saved.*begin"):
+    with pytest.raises(CheckpointError, match=r"step 2 was not saved.*begin"):
         af.save(make(), tmp_path / "file" / "saved")
 
 
@@ -192,7 +200,7 @@ def test_states_saved_together_are_loaded_together(both, case):
     """Another number or other names of states is an error with the code to write."""
     code = f'af.load({{"actor": ..., "critic": ...}}, {str(both)!r})'
     with pytest.raises(
-        af.errors.CheckpointError, match="has states named actor, critic"
+        CheckpointError, match="has states named actor, critic"
     ) as caught:
         TOGETHER[case](both)
     assert code in str(caught.value)
@@ -216,7 +224,7 @@ def test_a_store_names_an_older_pair(tmp_path, gone):
         store.save(pair)
     path = tmp_path / "step-00000002" / gone
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    with pytest.raises(af.errors.CheckpointCorruptError, match="critic") as caught:
+    with pytest.raises(CheckpointCorruptError, match="critic") as caught:
         store.restore({"actor": fresh(), "critic": fresh()})
     assert "step=1" in "".join(caught.value.__notes__)
     found = store.restore({"actor": fresh(), "critic": fresh()}, step=1)
@@ -229,7 +237,7 @@ def test_a_lone_state_is_loaded_alone(saved):
         f"has a single state. Load it with af.load(state, {str(saved)!r})."
     )
     with pytest.raises(
-        af.errors.CheckpointError,
+        CheckpointError,
         match=f"expected states named actor, but the checkpoint {code}",
     ):
         af.load({"actor": fresh()}, saved)
@@ -248,17 +256,11 @@ CALLS_WITH_STATES = {
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a.b", 3, None])
 def test_names_of_states_are_words(call, name, tmp_path):
     """They are directories' names; nothing else is taken, nor no state at all."""
-    with pytest.raises(
-        af.errors.ArgumentError, match=rf"{call}.*not a valid name for a state"
-    ):
+    with pytest.raises(ArgumentError, match=rf"{call}.*not a valid name for a state"):
         CALLS_WITH_STATES[call]({"actor": make(), name: make()}, tmp_path / "runs")
-    with pytest.raises(
-        af.errors.ArgumentError, match=rf"{call}.*not a valid name for a state"
-    ):
+    with pytest.raises(ArgumentError, match=rf"{call}.*not a valid name for a state"):
         CALLS_WITH_STATES[call]({}, tmp_path / "runs")
-    with pytest.raises(
-        af.errors.ArgumentError, match=rf"{call}.*expected a TrainState"
-    ):
+    with pytest.raises(ArgumentError, match=rf"{call}.*expected a TrainState"):
         CALLS_WITH_STATES[call]({"actor": make(), "critic": net()}, tmp_path / "runs")
 
 
@@ -273,9 +275,7 @@ def test_states_of_several_worlds_are_rejected(call, tmp_path):
             "actor": fresh(setup=setup, world=world),
             "critic": fresh(setup=setup, world=pair),
         }
-        with pytest.raises(
-            af.errors.WorldError, match=f"{call}.*actor, critic are in diff"
-        ):
+        with pytest.raises(WorldError, match=f"{call}.*actor, critic are in diff"):
             CALLS_WITH_STATES[call](states, tmp_path / "runs")
 
     simulate(4, fn)
@@ -287,19 +287,15 @@ def test_states_of_several_worlds_are_rejected(call, tmp_path):
 
 def test_missing_directory(tmp_path):
     """A directory that is not there is named, and which checkpoints are beside it."""
-    with pytest.raises(
-        af.errors.CheckpointError, match=r"no such.*af\.save\(state, directory\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"no such.*af\.save\(state, directory\)"):
         af.load(fresh(), tmp_path / "nowhere")
     for number in range(4):
         af.save(fresh(), tmp_path / f"update-{number}")
     with pytest.raises(
-        af.errors.CheckpointError, match="Checkpoints next to it: update-0, .*-2, "
+        CheckpointError, match="Checkpoints next to it: update-0, .*-2, "
     ):
         af.load(fresh(), tmp_path / "update-9")
-    with pytest.raises(
-        af.errors.CheckpointError, match="manifest.*Checkpoints in it: update-0"
-    ):
+    with pytest.raises(CheckpointError, match="manifest.*Checkpoints in it: update-0"):
         af.load(fresh(), tmp_path)
 
 
@@ -309,9 +305,7 @@ def test_directory_of_a_store(tmp_path, load):
     state = fresh()
     with af.CheckpointStore(tmp_path) as store:
         store.save(state)
-    with pytest.raises(
-        af.errors.CheckpointError, match=r"a store of 1 .*step-00000000, or"
-    ) as e:
+    with pytest.raises(CheckpointError, match=r"a store of 1 .*step-00000000, or") as e:
         load(state, tmp_path)
     assert f"af.CheckpointStore({str(tmp_path)!r}).restore(state)" in str(e.value)
 
@@ -366,7 +360,7 @@ def test_nothing_older_is_removed_for_a_save_that_is_not_read_back(
         if is_whole:
             store.save(later)
         else:
-            with pytest.raises(af.errors.CheckpointWriteError, match="rank-00000"):
+            with pytest.raises(CheckpointWriteError, match="rank-00000"):
                 store.save(later)
         assert store.steps == (int(is_whole),)
         assert store.restore(fresh()).step == int(is_whole)
@@ -388,7 +382,7 @@ def test_a_store_of_fewer_removes_what_an_earlier_run_left(tmp_path, capsys, is_
     if not is_whole:
         damage(tmp_path / "step-00000002")
     with af.CheckpointStore(tmp_path, keep=1, async_=False) as store:
-        with pytest.raises(af.errors.CheckpointWriteError, match="already exists"):
+        with pytest.raises(CheckpointWriteError, match="already exists"):
             store.save(attrs.evolve(fresh(), step=2))
         assert store.steps == ((2,) if is_whole else (0, 1, 2))
     said = capsys.readouterr().err
@@ -410,7 +404,7 @@ def test_a_store_that_cannot_be_looked_through(tmp_path, monkeypatch, size):
     def restore(world):
         reason = os.strerror(errno.EACCES)
         said = rf"{re.escape(str(tmp_path))}: cannot find the newest checkpoint: .*{reason}"
-        with pytest.raises(af.errors.CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=said):
             af.CheckpointStore(tmp_path).restore(small(world))
 
     simulate(size, restore)
@@ -430,7 +424,7 @@ def test_what_differs_often_is_counted(tmp_path, count, what):
         one, other = having(count, 2), having(count)
     saved, state = (one, other) if what == "missing" else (other, one)
     af.save(saved, tmp_path / "saved")
-    with pytest.raises(af.errors.CheckpointError) as caught:
+    with pytest.raises(CheckpointError) as caught:
         af.load(state, tmp_path / "saved")
     rows = [row.strip() for row in str(caught.value).splitlines()]
     told = [row for row in rows if "layer_" in row]
@@ -474,7 +468,7 @@ def test_a_merge_of_ones_own_that_fails_is_named(tmp_path, merge, said):
         return fresh(setup=Merging(merge), world=world, data=None)
 
     simulate(2, lambda world: af.save(make(world), tmp_path / "saved"))
-    with pytest.raises(af.errors.CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=said):
         af.load(make(), tmp_path / "saved")
 
 
@@ -589,7 +583,7 @@ def test_manifest_says_what_was_expected(saved, text, found):
     """What is JSON, and no manifest, is shown beside what a manifest is."""
     (saved / "manifest.json").write_text(text)
     expected = rf'the content is {found}, expected a JSON object with "format"'
-    with pytest.raises(af.errors.CheckpointCorruptError, match=expected):
+    with pytest.raises(CheckpointCorruptError, match=expected):
         af.load(fresh(), saved)
 
 
@@ -619,7 +613,7 @@ OTHERS = {
 def test_loading_into_another_state(saved, case):
     """Another model, setup or optimizer is refused with what differs."""
     options, words = OTHERS[case]
-    with pytest.raises(af.errors.CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=words):
         af.load(fresh(**options), saved)
 
 
@@ -637,9 +631,7 @@ def test_going_on_with_another_kind_of_data(tmp_path, turned):
     ]
     one, other = reversed(kinds) if turned else kinds
     af.save(fresh(data=one), tmp_path / "it")
-    with pytest.raises(
-        af.errors.CheckpointError, match="was saved with other data"
-    ) as raised:
+    with pytest.raises(CheckpointError, match="was saved with other data") as raised:
         af.load(fresh(data=other), tmp_path / "it")
     told = [line.split(":")[0].strip() for line in str(raised.value).splitlines()[1:-1]]
     assert sorted(told) == ["order", "samples"]
@@ -654,7 +646,7 @@ def test_loading_without_data(saved):
 def test_allowing_what_is_no_fact(saved):
     """A name that nothing has is refused."""
     folder = saved
-    with pytest.raises(af.errors.ArgumentError, match="allow="):
+    with pytest.raises(ArgumentError, match="allow="):
         af.load(fresh(), folder, allow=("size",))
 
 
@@ -701,7 +693,7 @@ def test_a_sample_that_cannot_be_read_is_told(tmp_path_factory, at, times):
     state = fresh(data=af.Data(Unreadable(at, times), global_batch_size=3))
     words = rf"(?s)sample {at} .*OSError: no such shard.*fingerprint="
     for _ in range(times):
-        with pytest.raises(af.errors.CheckpointWriteError, match=words):
+        with pytest.raises(CheckpointWriteError, match=words):
             af.save(state, folder)
     af.save(state, folder)
     whole = fresh(data=af.Data(Unreadable(at, 0), global_batch_size=3))
@@ -711,7 +703,7 @@ def test_a_sample_that_cannot_be_read_is_told(tmp_path_factory, at, times):
 def test_a_fingerprint_is_of_samples_that_can_be_read():
     """A11: the sample that cannot be read is named; data with a name need none."""
     data = af.Data(Unreadable(7, 9), global_batch_size=2)
-    with pytest.raises(af.errors.DataError, match="sample 7 of the dataset"):
+    with pytest.raises(DataError, match="sample 7 of the dataset"):
         _ = data.facts
     named = af.Data(Unreadable(7, 9), global_batch_size=2, fingerprint="crawl")
     assert named.facts["fingerprint"] == "crawl"
@@ -740,9 +732,7 @@ NO_PATHS = ["\ud800", "runs/\udfff", "a\0b", 3, None, b"runs", ["runs"]]
 @pytest.mark.parametrize("path", NO_PATHS, ids=repr)
 def test_what_is_no_path_is_refused(call, path):
     """C: half a character, NUL, or another kind: named, before anything is done."""
-    with pytest.raises(
-        af.errors.ArgumentError, match=rf"{call}\(.*expected the path of a dir"
-    ):
+    with pytest.raises(ArgumentError, match=rf"{call}\(.*expected the path of a dir"):
         CALLS[call](path)
 
 
@@ -754,9 +744,7 @@ def test_a_path_of_other_bytes(tmp_path, size):
     def train(world):
         state = fresh(world=world, setup=af.chain())
         af.save(state, folder / "saved")
-        with pytest.raises(
-            af.errors.CheckpointWriteError, match=r"runs-\\udcff.*already exists"
-        ):
+        with pytest.raises(CheckpointWriteError, match=r"runs-\\udcff.*already exists"):
             af.save(state, folder / "saved")
         with af.CheckpointStore(folder / "runs") as store:
             store.save(state)
@@ -773,7 +761,7 @@ def test_metrics_of_a_save_are_numbers_by_name(metrics, tmp_path):
     with (
         af.CheckpointStore(tmp_path) as store,
         pytest.raises(
-            af.errors.ArgumentError,
+            ArgumentError,
             match=r"metrics=.*expected a dict from names to numbers",
         ),
     ):
@@ -805,7 +793,7 @@ def test_other_options_of_transforms(case, tmp_path):
     af.save(fresh(setup=before), tmp_path / "saved")
     state = fresh(setup=after)
     if words:
-        with pytest.warns(af.errors.AccelfnWarning, match=words):
+        with pytest.warns(AccelfnWarning, match=words):
             af.load(state, tmp_path / "saved")
     af.load(state, tmp_path / "saved", allow="options" if words else ())
 
@@ -823,7 +811,7 @@ def test_entries_that_an_optimizer_could_not_use(case, tmp_path):
     af.save(make(optimizer=torch.optim.AdamW), tmp_path / "saved")
     other = fresh(optimizer=ADAMS[case])
     if case == "another option":
-        with pytest.raises(af.errors.CheckpointError, match=r"max_exp_avg_sq: missing"):
+        with pytest.raises(CheckpointError, match=r"max_exp_avg_sq: missing"):
             af.load(other, tmp_path / "saved")
     else:
         STEP(af.load(other, tmp_path / "saved"), X)
@@ -835,11 +823,9 @@ def test_a_transform_without_a_slot_may_go(tmp_path):
     state = fresh().with_setup(clipped)
     af.save(state, tmp_path / "saved")
     bare = fresh().with_setup(af.ema(0.5))
-    with pytest.warns(
-        af.errors.AccelfnWarning, match=r"clip_grad_norm\(1\.0\), now absent"
-    ):
+    with pytest.warns(AccelfnWarning, match=r"clip_grad_norm\(1\.0\), now absent"):
         assert set(af.load(bare, tmp_path / "saved").slots) == {"ema"}
-    with pytest.raises(af.errors.CheckpointError, match=r"not in this setup: 'ema'"):
+    with pytest.raises(CheckpointError, match=r"not in this setup: 'ema'"):
         af.load(fresh().with_setup(None), tmp_path / "saved")
 
 
@@ -918,5 +904,5 @@ def test_what_no_version_wrote_is_not_read(kind, around):
         "pairs": {"pairs": [[1, None], [2, coded]]},
         "object": {"object": coded},
     }
-    with pytest.raises(af.errors.PlainDataError, match=f"unknown kind '{kind}'"):
+    with pytest.raises(PlainDataError, match=f"unknown kind '{kind}'"):
         codec.decode(within[around], {})

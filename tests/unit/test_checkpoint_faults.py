@@ -22,6 +22,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from accelfn.errors import (
+    AccelfnWarning,
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointWriteError,
+)
 from accelfn.testing import simulate
 from tests.budget import at_night
 from tests.golden import make as golden
@@ -167,9 +173,9 @@ def test_states_that_were_not_saved_together(case, tmp_path):
     reseal(folder, dict)
     assert values(af.load({"one": fresh()}, folder)["one"]) == values(made())
     reseal(folder, lambda plain: plain.update(states=STATES[case](plain["states"])))
-    with pytest.raises(af.errors.CheckpointError, match=re.escape(str(folder))):
+    with pytest.raises(CheckpointError, match=re.escape(str(folder))):
         af.load({"one": fresh()}, folder)
-    with pytest.raises(af.errors.CheckpointError, match=re.escape(str(folder))):
+    with pytest.raises(CheckpointError, match=re.escape(str(folder))):
         manifest.verify(folder)
     assert best_of(tmp_path, "loss", "min") == []
 
@@ -186,14 +192,14 @@ def test_c5_a_directory_that_cannot_be_written_to(where, tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, where, refuse)
     words = rf"{tmp_path}.*Permission denied"
-    with pytest.raises(af.errors.CheckpointWriteError, match=words):
+    with pytest.raises(CheckpointWriteError, match=words):
         af.CheckpointStore(tmp_path / "runs")
 
 
 def test_c5_a_directory_below_a_file(tmp_path):
     """C5: so is one that cannot be made."""
     (tmp_path / "file").touch()
-    with pytest.raises(af.errors.CheckpointWriteError, match=r"cannot write to .*file"):
+    with pytest.raises(CheckpointWriteError, match=r"cannot write to .*file"):
         af.CheckpointStore(tmp_path / "file" / "runs")
 
 
@@ -221,7 +227,7 @@ def test_c6_every_truncation_of_a_file_of_tensors(saved, verify):
     for length in lengths(whole):
         path.write_bytes(whole[:length])
         words = rf"{path} is damaged: it has {length} bytes, but had {len(whole)} when"
-        with pytest.raises(af.errors.CheckpointCorruptError, match=words):
+        with pytest.raises(CheckpointCorruptError, match=words):
             af.load(state, saved, verify=verify)
 
 
@@ -249,7 +255,7 @@ def test_c7_every_flipped_bit_of_data_and_header(saved):
         path.write_bytes(changed)
         within = [n for n, e in file.tensors.items() if e.begin <= at < e.end]
         (name,) = within or ["its header"]
-        with pytest.raises(af.errors.CheckpointCorruptError) as caught:
+        with pytest.raises(CheckpointCorruptError) as caught:
             af.load(state, saved)
         assert (
             f"{path} has changed since it was saved: the BLAKE3 digest of {name}"
@@ -268,7 +274,7 @@ def test_c7_every_flipped_bit_of_a_manifest(tmp_path):
         changed = bytearray(whole)
         changed[at] ^= 1 << bit
         path.write_bytes(changed)
-        with pytest.raises(af.errors.CheckpointError, match=str(path)):
+        with pytest.raises(CheckpointError, match=str(path)):
             read_manifest(path.parent)
 
 
@@ -279,9 +285,7 @@ def test_c7_text_that_means_the_same(saved):
     for other in (text.replace("\n", ""), text + "\n", text.replace(": 0.9", ": 9e-1")):
         path.write_text(other)
         if other != text:
-            with pytest.raises(
-                af.errors.CheckpointCorruptError, match=r"BLAKE3 digest differs"
-            ):
+            with pytest.raises(CheckpointCorruptError, match=r"BLAKE3 digest differs"):
                 read_manifest(saved)
 
 
@@ -337,7 +341,7 @@ def test_c8_other_formats(name, verify, saved, tmp_path):
     mark, state = tmp_path / "mark", fresh()
     for what, data in foreign(tmp_path, mark).items():
         (saved / name).write_bytes(data)
-        with pytest.raises(af.errors.CheckpointCorruptError, match=re.escape(name)):
+        with pytest.raises(CheckpointCorruptError, match=re.escape(name)):
             af.load(state, saved, verify=verify)
         assert not mark.exists(), what
 
@@ -346,7 +350,7 @@ def test_c8_a_pickle_of_the_same_size(saved, tmp_path):
     """C8: nor does it run if it is as long as what it replaces, and is not verified."""
     size = (saved / FILE).stat().st_size
     (saved / FILE).write_bytes(pickle.dumps(Payload(tmp_path / "mark")).ljust(size))
-    with pytest.raises(af.errors.CheckpointCorruptError, match="header"):
+    with pytest.raises(CheckpointCorruptError, match="header"):
         af.load(fresh(), saved)
     af.load(fresh(), saved, verify=False)
     assert not (tmp_path / "mark").exists()
@@ -404,7 +408,7 @@ def test_c9_nasty_names_of_files(name, saved):
         plain["files"][name] = plain["files"].pop(FILE)
 
     reseal(saved, rename)
-    with pytest.raises(af.errors.CheckpointCorruptError, match=MANIFEST) as caught:
+    with pytest.raises(CheckpointCorruptError, match=MANIFEST) as caught:
         af.load(fresh(), saved)
     assert len(str(caught.value)) < 1000
 
@@ -415,7 +419,7 @@ def test_c9_any_other_name_of_a_file(original, name):
     plain = plain_of(original)
     plain["files"] = {name: plain["files"][FILE]}
     if name != FILE:
-        with pytest.raises(af.errors.CheckpointCorruptError):
+        with pytest.raises(CheckpointCorruptError):
             Manifest.from_bytes(sealed(plain))
 
 
@@ -434,7 +438,7 @@ def test_c9_what_is_no_plain_file(name, kind, saved, tmp_path):
             path.mkdir()
         case "fifo":
             os.mkfifo(path)
-    with pytest.raises(af.errors.CheckpointError, match=name):
+    with pytest.raises(CheckpointError, match=name):
         af.load(fresh(), saved)
 
 
@@ -446,9 +450,7 @@ def test_c10_a_missing_file(saved_of_two, gone):
     """C10: any missing file is named."""
     name = f"rank-{gone:05d}.safetensors"
     (saved_of_two / name).unlink()
-    with pytest.raises(
-        af.errors.CheckpointCorruptError, match=rf"missing: \['{name}'\]"
-    ):
+    with pytest.raises(CheckpointCorruptError, match=rf"missing: \['{name}'\]"):
         read_manifest(saved_of_two)
 
 
@@ -457,9 +459,7 @@ def test_c10_an_extra_file(saved_of_two):
     (saved_of_two / "notes.txt").touch()
     load_of_two(saved_of_two)
     shutil.copy(saved_of_two / FILE, saved_of_two / "rank-00002.safetensors")
-    with pytest.raises(
-        af.errors.CheckpointCorruptError, match=r"does not list \['rank-00002"
-    ):
+    with pytest.raises(CheckpointCorruptError, match=r"does not list \['rank-00002"):
         read_manifest(saved_of_two)
 
 
@@ -487,11 +487,11 @@ def test_c11_pairs_of_dtypes(tmp_path_factory, saved, current):
         assert bits(mean) == bits(af.load(state, folder).buffers["mean"])
         return
     words = f"mean saved as {saved}, expected {current}"
-    with pytest.raises(af.errors.CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=words):
         af.load(state, folder)
     cast = partial(af.load_part, state, folder, only=("buffers",), cast=True)
     if not torch.can_cast(saved, current):
-        with pytest.raises(af.errors.CheckpointError, match=words):
+        with pytest.raises(CheckpointError, match=words):
             cast()
         return
     loaded = cast()
@@ -503,7 +503,7 @@ def test_c11_a_cast_that_overflows(tmp_path):
     """C11: a finite value that the other dtype has not is refused by the tensor's name."""
     af.save(fresh(partial(Small, torch.tensor([1e6, math.inf]))), tmp_path / "saved")
     state = fresh(partial(Small, torch.zeros(2).half()))
-    with pytest.raises(af.errors.CheckpointError, match=r"mean.*float16"):
+    with pytest.raises(CheckpointError, match=r"mean.*float16"):
         af.load_part(state, tmp_path / "saved", only=("buffers",), cast=True)
 
 
@@ -533,7 +533,7 @@ def test_c12_names_and_shapes(tmp_path_factory, saved, current):
     if saved == current:
         assert bits(state.params) == bits(af.load(state, folder).params)
         return
-    with pytest.raises(af.errors.CheckpointError) as caught:
+    with pytest.raises(CheckpointError) as caught:
         af.load(state, folder)
     rows = [row.split() for row in str(caught.value).splitlines()[1:]]
     assert all(row[:2] != ["and", "more"] for row in rows)
@@ -552,7 +552,7 @@ def test_c12_the_nearest_name(tmp_path):
     af.save(fresh(partial(Named, {"decoder_weight": 2, "x": 1})), tmp_path / "saved")
     state = fresh(partial(Named, {"decoder_weights": 2, "x": 1}))
     words = r"missing decoder_weights \(similar: decoder_weight\)"
-    with pytest.raises(af.errors.CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=words):
         af.load(state, tmp_path / "saved")
 
 
@@ -577,7 +577,7 @@ class Tied(nn.Module):
 def test_c13_tied_parameters(tmp_path):
     """C13: tied parameters are one after loading, in the bound model too."""
     state = fresh(Tied, seed=5)
-    with pytest.warns(af.errors.AccelfnWarning, match="will also change this entry"):
+    with pytest.warns(AccelfnWarning, match="will also change this entry"):
         tied = state.with_slot("mine", state.params["one.weight"])
     af.save(tied, tmp_path / "saved")
     loaded = af.load(fresh(Tied), tmp_path / "saved")
@@ -633,7 +633,7 @@ def test_c16_every_dtype(dtype, tmp_path):
         af.save(state, tmp_path / "saved")
         assert bits(tensor) == bits(af.load(fresh(), tmp_path / "saved").slots["mine"])
         return
-    with pytest.raises(af.errors.CheckpointError, match=rf"slots\.mine.*{dtype}"):
+    with pytest.raises(CheckpointError, match=rf"slots\.mine.*{dtype}"):
         af.save(state, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
@@ -686,12 +686,10 @@ def test_c17_without_values_of_its_own(tmp_path, async_):
     with af.CheckpointStore(tmp_path / "runs", async_=async_) as store:
         for what, (value, words) in unsaveable().items():
             state = fresh().with_slot("mine", {"inside": value})
-            with pytest.raises(
-                af.errors.CheckpointError, match=rf"slots\.mine\.inside.*{words}"
-            ):
+            with pytest.raises(CheckpointError, match=rf"slots\.mine\.inside.*{words}"):
                 store.save(state)
             assert store.steps == (), what
-            with pytest.raises(af.errors.CheckpointError, match=words):
+            with pytest.raises(CheckpointError, match=words):
                 af.save(state, tmp_path / "saved")
             assert not (tmp_path / "saved").exists()
 
@@ -774,7 +772,7 @@ def test_c20_any_other_kind(original_of_two, data):
     if path[0] == "metrics" and len(path) == 2:  # a number of either kind, or a name
         other = None
     parent[path[-1]] = other
-    with pytest.raises(af.errors.CheckpointCorruptError, match="expected|format"):
+    with pytest.raises(CheckpointCorruptError, match="expected|format"):
         Manifest.from_bytes(sealed(plain))
 
 
@@ -845,7 +843,7 @@ WRONG = {
 def test_c20_a_sealed_manifest_that_is_wrong(case, saved):
     """C20: what no save writes is refused before anything is read or made for it."""
     reseal(saved, WRONG[case])
-    with pytest.raises(af.errors.CheckpointCorruptError, match=MANIFEST):
+    with pytest.raises(CheckpointCorruptError, match=MANIFEST):
         af.load(fresh(), saved)
 
 
@@ -876,7 +874,7 @@ def test_c20_slices_that_are_no_whole(case, saved_of_two):
     """C20: slices that overlap, or leave something open, are refused by the manifest."""
     reseal(saved_of_two, SLICES[case])
     with pytest.raises(
-        af.errors.CheckpointCorruptError, match=r"manifest\.json.*('x'|slots\.mine\.w)"
+        CheckpointCorruptError, match=r"manifest\.json.*('x'|slots\.mine\.w)"
     ):
         read_manifest(saved_of_two)
 
@@ -915,7 +913,7 @@ def test_c20_copies_that_are_none(case, tmp_path):
     saved = saved_of_copies(tmp_path / "saved")
     read_manifest(saved)
     reseal(saved, COPIES[case])
-    with pytest.raises(af.errors.CheckpointCorruptError, match=r"manifest\.json"):
+    with pytest.raises(CheckpointCorruptError, match=r"manifest\.json"):
         read_manifest(saved)
 
 
@@ -949,7 +947,7 @@ BOMBS = {
 def test_c20_json_bombs(case, saved):
     """C20: JSON of any size and depth is refused by the manifest's name, in a moment."""
     (saved / MANIFEST).write_bytes(BOMBS[case])
-    with pytest.raises(af.errors.CheckpointCorruptError, match=MANIFEST):
+    with pytest.raises(CheckpointCorruptError, match=MANIFEST):
         af.load(fresh(), saved)
 
 
@@ -967,7 +965,7 @@ def test_c20_sealed_depth(depth, saved):
     said = said.replace('"format"', '\n"format"').partition("\n")[2].encode()
     seal = blake3(said).hexdigest().encode()
     (saved / MANIFEST).write_bytes(b'{\n "blake3": "%s",\n' % seal + said)
-    with pytest.raises(af.errors.CheckpointCorruptError, match=MANIFEST):
+    with pytest.raises(CheckpointCorruptError, match=MANIFEST):
         af.load(fresh(), saved)
 
 
@@ -979,12 +977,10 @@ def test_c20_sealed_containers(saved, monkeypatch):
     said = json.dumps({n: v for n, v in plain.items() if n != "blake3"}).encode()[1:]
     seal = blake3(said).hexdigest().encode()
     (saved / MANIFEST).write_bytes(b'{\n "blake3": "%s",\n' % seal + said)
-    with pytest.raises(af.errors.CheckpointCorruptError, match="lists and tables"):
+    with pytest.raises(CheckpointCorruptError, match="lists and tables"):
         af.load(fresh(), saved)
     state = made().with_slot("mine", [[]] * 2000)
-    with pytest.raises(
-        af.errors.CheckpointWriteError, match=r"lists and tables.*as a tensor"
-    ):
+    with pytest.raises(CheckpointWriteError, match=r"lists and tables.*as a tensor"):
         af.save(state, saved.parent / "other")
 
 
@@ -993,7 +989,7 @@ def test_c20_an_error_is_short(saved):
     data = {f"x{i}": "y" * 10_000 for i in range(100)}
     reseal(saved, lambda plain: plain.update(data={"samples": 1, **data}))
     state = fresh(data=af.Data(torch.ones(4, 2), global_batch_size=2))
-    with pytest.raises(af.errors.CheckpointError, match="other data") as caught:
+    with pytest.raises(CheckpointError, match="other data") as caught:
         af.load(state, saved)
     assert len(str(caught.value)) < 3000
 
@@ -1017,7 +1013,7 @@ def test_c20_no_memory_for_what_is_not_asked_for(tmp_path, monkeypatch):
     at = read_manifest(tmp_path / "saved").files[FILE].tensors["slots.large"].begin
     changed[at] ^= 1
     path.write_bytes(changed)
-    with pytest.raises(af.errors.CheckpointCorruptError, match=r"slots\.large differs"):
+    with pytest.raises(CheckpointCorruptError, match=r"slots\.large differs"):
         manifest.verify(tmp_path / "saved")
 
 
@@ -1026,7 +1022,7 @@ def test_c20_a_manifest_of_many_bytes(saved):
     with (saved / MANIFEST).open("r+b") as file:
         file.truncate(2**40)
     with pytest.raises(
-        af.errors.CheckpointCorruptError, match=rf"{2**40} bytes, and .* more than"
+        CheckpointCorruptError, match=rf"{2**40} bytes, and .* more than"
     ):
         af.load(fresh(), saved)
 
@@ -1034,7 +1030,7 @@ def test_c20_a_manifest_of_many_bytes(saved):
 def test_c20_a_manifest_too_long_to_be_read_is_not_written(monkeypatch, tmp_path):
     """C20: so a checkpoint that was saved can be loaded."""
     monkeypatch.setattr("accelfn.checkpoint.manifest._LARGEST", 1000)
-    with pytest.raises(af.errors.CheckpointWriteError, match="manifest would have"):
+    with pytest.raises(CheckpointWriteError, match="manifest would have"):
         af.save(made(), tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
@@ -1049,9 +1045,7 @@ def test_c20_many_tensors(tmp_path):
 def test_c24_another_format(version, saved):
     """C24: the error has the number of the format, and the one that is read."""
     (saved / MANIFEST).write_text(json.dumps({"format": version, "other": []}))
-    with pytest.raises(
-        af.errors.CheckpointError, match=rf"format {version}, .*reads format 2"
-    ):
+    with pytest.raises(CheckpointError, match=rf"format {version}, .*reads format 2"):
         af.load(fresh(), saved)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import accelfn as af
+from accelfn.errors import ArgumentError, CallError, CheckpointError, StateDonatedError
 from accelfn.testing import simulate
 from tests.golden.make import held
 from tests.internals import read_manifest
@@ -87,7 +88,7 @@ def test_any_fields(saved, count):
 def test_a_slot_that_neither_has(saved):
     """A slot that is asked for and is nowhere is missing, not passed over."""
     ask = partial(af.load_part, fresh(), saved, only=("slots.emma",))
-    with pytest.raises(af.errors.CheckpointError, match=r"(?s)slots.*missing emma"):
+    with pytest.raises(CheckpointError, match=r"(?s)slots.*missing emma"):
         ask()
     assert ask(missing="init").missing == ("slots.emma",)
 
@@ -97,11 +98,9 @@ def test_a_head_that_is_new(tmp_path):
     af.save(made(model=partial(net, head=False)), tmp_path / "saved")
     state = fresh(seed=8)
     ask = partial(af.load_part, state, tmp_path / "saved", only=("params",))
-    with pytest.raises(
-        af.errors.CheckpointError, match=r"(?s)params.*missing 2\.weight"
-    ):
+    with pytest.raises(CheckpointError, match=r"(?s)params.*missing 2\.weight"):
         ask()
-    with pytest.raises(af.errors.CheckpointError, match=r"missing 2\.weight"):
+    with pytest.raises(CheckpointError, match=r"missing 2\.weight"):
         ask(extra="ignore")
     loaded = ask(missing="init")
     assert loaded.missing == ("params.2.weight", "params.2.bias")
@@ -116,11 +115,11 @@ def test_a_head_that_is_gone(saved):
     """`extra="ignore"` leaves out what the state has no place for, and names it."""
     state = fresh(model=partial(net, head=False))
     ask = partial(af.load_part, state, saved, only=("params", "slots.mine"))
-    with pytest.raises(af.errors.CheckpointError) as caught:
+    with pytest.raises(CheckpointError) as caught:
         ask()
     assert "unexpected 2.weight" in str(caught.value)
     assert "unexpected mine" in str(caught.value)
-    with pytest.raises(af.errors.CheckpointError, match=r"unexpected 2\.weight"):
+    with pytest.raises(CheckpointError, match=r"unexpected 2\.weight"):
         ask(missing="init")
     loaded = ask(extra="ignore")
     assert loaded.unexpected == ("params.2.weight", "params.2.bias", "slots.mine")
@@ -141,7 +140,7 @@ def test_a_renamed_parameter(saved):
             self.add_module("2x", inner[2])
 
     with pytest.raises(
-        af.errors.CheckpointError, match=r"missing 2x\.weight \(similar: 2\.weight"
+        CheckpointError, match=r"missing 2x\.weight \(similar: 2\.weight"
     ):
         af.load_part(fresh(model=Renamed), saved, only=("params",))
 
@@ -150,9 +149,7 @@ def test_cast(saved):
     """`cast=True` converts to the state's dtypes, and says what; without it, refused."""
     state = fresh(model=lambda: net().to(torch.bfloat16))
     ask = partial(af.load_part, state, saved, only=("params", "buffers"))
-    with pytest.raises(
-        af.errors.CheckpointError, match=r"(?s)params.*bfloat16.*buffers"
-    ):
+    with pytest.raises(CheckpointError, match=r"(?s)params.*bfloat16.*buffers"):
         ask()
     loaded, whole = ask(cast=True), made()
     for name, param in loaded.state.params.items():
@@ -183,14 +180,14 @@ def test_cast_to_a_kind_that_has_less(tmp_path, dtype, other):
     af.save(fresh(model=partial(having, dtype)), tmp_path / "saved")
     state = fresh(model=partial(having, other))
     for only in ("buffers", FIELDS[:2]):
-        with pytest.raises(af.errors.CheckpointError, match=rf"table saved as {dtype}"):
+        with pytest.raises(CheckpointError, match=rf"table saved as {dtype}"):
             af.load_part(state, tmp_path / "saved", only=only, cast=True)
 
 
 def test_opt_state_of_another_optimizer(saved):
     """It is refused, unless it is not asked for."""
     state = fresh(optimizer=partial(torch.optim.SGD, lr=0.1))
-    with pytest.raises(af.errors.CheckpointError, match=r"Adam.*SGD"):
+    with pytest.raises(CheckpointError, match=r"Adam.*SGD"):
         af.load_part(state, saved, only=("params", "opt_state"))
     assert same(af.load_part(state, saved, only=("params",)).state, made(), "params")
 
@@ -198,7 +195,7 @@ def test_opt_state_of_another_optimizer(saved):
 def test_a_position_in_other_data(saved):
     """It is refused, unless it is allowed or not asked for."""
     state = fresh(data=af.Data(X, global_batch_size=4))
-    with pytest.raises(af.errors.CheckpointError, match="other data"):
+    with pytest.raises(CheckpointError, match="other data"):
         af.load_part(state, saved, only=("cursor",))
     loaded = af.load_part(state, saved, only=("cursor",), allow=("batch_size",))
     assert same(loaded.state, made(), "cursor")
@@ -219,7 +216,7 @@ REFUSED = {
 def test_other_words(saved, case):
     """An option that is none of its words is refused with those that are."""
     options, words = REFUSED[case]
-    with pytest.raises(af.errors.ArgumentError, match=words):
+    with pytest.raises(ArgumentError, match=words):
         af.load_part(fresh(), saved, **options)
 
 
@@ -228,9 +225,7 @@ def test_other_words(saved, case):
 )
 def test_a_partial_load_as_it_was_written_before(saved, options):
     """`load` returns a state, whatever it is given; it says what loads a part."""
-    with pytest.raises(
-        af.errors.CallError, match=r"write\s+af\.load_part\(state, directory"
-    ):
+    with pytest.raises(CallError, match=r"write\s+af\.load_part\(state, directory"):
         af.load(fresh(), saved, **options)
 
 
@@ -238,7 +233,7 @@ def test_a_donated_state(saved):
     """A state that was given to a step cannot say what to load into."""
     state = fresh()
     STEP(state, X)
-    with pytest.raises(af.errors.StateDonatedError):
+    with pytest.raises(StateDonatedError):
         af.load_part(state, saved, only=("params",))
 
 
@@ -271,12 +266,10 @@ def test_frozen_parameters_that_are_others(tmp_path):
     other = fresh(seed=3, model=partial(net, frozen=True, start=0.25))
     only = partial(af.load_part, only=("params",))
     for load in (af.load, only, partial(only, missing="init")):
-        with pytest.raises(
-            af.errors.CheckpointError, match=r"other values: 0\.weight\."
-        ):
+        with pytest.raises(CheckpointError, match=r"other values: 0\.weight\."):
             load(other, tmp_path / "saved")
     renamed = fresh(model=lambda: nn.Sequential(nn.Identity(), *net()))
-    with pytest.raises(af.errors.CheckpointError, match=r"Missing: 0\.bias, 0\.weight"):
+    with pytest.raises(CheckpointError, match=r"Missing: 0\.bias, 0\.weight"):
         af.load(renamed, tmp_path / "saved")
     assert af.load_part(other, tmp_path / "saved", only=("step",)).state.step == 2
 
@@ -291,9 +284,9 @@ def test_nothing_is_frozen(tmp_path):
 
 def test_another_word_for_frozen(tmp_path):
     """It is refused before anything is written, by a store when it is made."""
-    with pytest.raises(af.errors.ArgumentError, match='"write" or "hash"'):
+    with pytest.raises(ArgumentError, match='"write" or "hash"'):
         af.save(made(), tmp_path / "saved", frozen="skip")
-    with pytest.raises(af.errors.ArgumentError, match='"write" or "hash"'):
+    with pytest.raises(ArgumentError, match='"write" or "hash"'):
         af.CheckpointStore(tmp_path / "runs", frozen="skip")
     assert list(tmp_path.iterdir()) == []
 
@@ -334,7 +327,7 @@ def test_what_is_not_finite_is_cast(tmp_path):
     assert found[1].isnan()
     shutil.rmtree(tmp_path / "saved")
     with pytest.raises(
-        af.errors.CheckpointError,
+        CheckpointError,
         match="table was saved as .* values too large for torch.float16",
     ):
         loaded([1e10, 1.5])
@@ -364,7 +357,7 @@ def test_models_of_several_ranks_are_no_parts_of_one(tmp_path, size):
         said = (
             r"on 2 ranks that had different .*params.*Load it on 2 ranks with its setup"
         )
-        with pytest.raises(af.errors.CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=said):
             af.load_part(state, tmp_path / "apart", ["params"], extra="ignore")
 
     simulate(2, save)

@@ -278,10 +278,7 @@ def changed(file: Path, change: Any) -> None:
     ("change", "said"),
     [
         (lambda held: held.pop("param_shapes"), "has no shapes of parameters"),
-        (
-            lambda held: held.update(param_shapes=None),
-            "has no shapes of parameters",
-        ),
+        (lambda held: held.update(param_shapes=None), "has no shapes of parameters"),
         (lambda held: held["param_shapes"].append({}), "1 parameter groups, but the"),
         (lambda held: held["param_shapes"].clear(), "but the model file has 0"),
     ],

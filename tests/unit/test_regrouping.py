@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
+from accelfn.errors import PeerFailedError, StateError, WorldError
 from tests.internals import (
     Connection,
     Launched,
@@ -42,9 +43,7 @@ def launched(timeout: float) -> tuple[af.World, Launched, Words]:
 def test_a_rank_that_lives_and_does_not_come_is_named():
     """The others wait for it as long as for any collective, and no longer."""
     world, process, words = launched(timeout=0.1)
-    with pytest.raises(
-        af.errors.PeerFailedError, match=r"Rank 0 of 2 .* but rank 1, which is"
-    ):
+    with pytest.raises(PeerFailedError, match=r"Rank 0 of 2 .* but rank 1, which is"):
         process.meet(world)
     assert words.has_come(1, "0.0")
 
@@ -54,7 +53,7 @@ def test_who_was_missed_is_met_when_it_comes(times):
     """However often the others waited in vain, it is the same world that they wait for."""
     world, process, words = launched(timeout=0.05)
     for _ in range(times):
-        with pytest.raises(af.errors.PeerFailedError):
+        with pytest.raises(PeerFailedError):
             process.meet(world)
     words.call(1, ["0.0"])
     met = process.meet(world)
@@ -97,7 +96,7 @@ def test_who_live_and_cannot_be_joined_are_told_so():
     world, process, words = launched(timeout=0.1)
     words.call(1, ["0.0", "1.0"])
     words.arrive(1, "1.0")
-    with pytest.raises(af.errors.WorldError, match="Rank 0 of 2 cannot open"):
+    with pytest.raises(WorldError, match="Rank 0 of 2 cannot open"):
         process.meet(world)
     assert not words.has_come(2, "0.0")
 
@@ -108,7 +107,7 @@ def test_one_whose_end_is_noticed_later_is_done_without(monkeypatch):
     looks: list[bool] = []
 
     def breaks(*_: object, **__: object) -> None:
-        raise af.errors.WorldError("a connection broke")
+        raise WorldError("a connection broke")
 
     def is_gone(asked: Words, name: str) -> bool:
         looks.append(plain(asked, name))
@@ -172,9 +171,7 @@ def test_a_world_with_axes_is_not_regrouped():
     _, process, _ = launched(timeout=30.0)
     world = af.World(axes={"dp_shard": 1}, group=Connection(None, regrouping=process))
     state = Run(n=4).state(world)
-    with pytest.raises(
-        af.errors.WorldError, match=r"a world with axes, \{'dp_shard': 1\}"
-    ):
+    with pytest.raises(WorldError, match=r"a world with axes, \{'dp_shard': 1\}"):
         af.regroup(state)
 
 
@@ -188,5 +185,5 @@ def test_newcomers_alone_have_nothing_to_go_on_with():
         wait_until(process.is_awaited)
         words.call(3, ["0.0"])
         words.take_in("0.0", 3)
-        with pytest.raises(af.errors.StateError, match="ranks are newcomers"):
+        with pytest.raises(StateError, match="ranks are newcomers"):
             regrouped.result()

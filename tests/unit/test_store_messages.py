@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import accelfn as af
+from accelfn.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError
 from accelfn.testing import simulate
 from tests.internals import files, name_of
 
@@ -51,11 +52,9 @@ def test_a_load_says_that_a_checkpoint_was_removed(tmp_path, monkeypatch):
     """A reader of a running store hears that a checkpoint is gone, and not that it is corrupt."""
     store = stored(tmp_path / "runs")
     removing(monkeypatch, lambda: shutil.rmtree(store.latest))
-    with pytest.raises(
-        af.errors.CheckpointError, match=r"removed while.*restore"
-    ) as caught:
+    with pytest.raises(CheckpointError, match=r"removed while.*restore") as caught:
         af.load(fresh(), store.latest)
-    assert not isinstance(caught.value, af.errors.CheckpointCorruptError)
+    assert not isinstance(caught.value, CheckpointCorruptError)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -78,7 +77,7 @@ def test_a_deleted_directory_is_not_an_empty_one(tmp_path):
     store = stored(tmp_path / "runs")
     shutil.rmtree(store.directory)
     for use in (lambda: store.steps, lambda: store.restore(fresh())):
-        with pytest.raises(af.errors.CheckpointError, match="were deleted after"):
+        with pytest.raises(CheckpointError, match="were deleted after"):
             use()
 
 
@@ -89,17 +88,13 @@ def test_a_newest_checkpoint_that_is_broken(tmp_path):
         path = store.directory / name_of(step) / "rank-00000.safetensors"
         path.write_bytes(path.read_bytes()[:-8])
     words = r"store\.restore\(state, step=1\)"
-    with pytest.raises(
-        af.errors.CheckpointCorruptError, match="bytes, but had"
-    ) as caught:
+    with pytest.raises(CheckpointCorruptError, match="bytes, but had") as caught:
         store.restore(fresh())
     assert [words.replace("\\", "") in note for note in caught.value.__notes__] == [
         True
     ]
     (store.directory / name_of(9)).symlink_to(tmp_path / "nowhere")
-    with pytest.raises(
-        af.errors.CheckpointError, match=rf"broken link to .*nowhere.*{words}"
-    ):
+    with pytest.raises(CheckpointError, match=rf"broken link to .*nowhere.*{words}"):
         store.restore(fresh())
     assert store.restore(fresh(), step=1).step == 1
 
@@ -120,9 +115,7 @@ def test_an_asynchronous_save_without_a_thread(size, tmp_path, monkeypatch):
     def save(world):
         store = af.CheckpointStore(tmp_path / "runs")
         store.save(fresh(world))
-        with pytest.raises(
-            af.errors.CheckpointWriteError, match=r"no thread.*async_=False"
-        ):
+        with pytest.raises(CheckpointWriteError, match=r"no thread.*async_=False"):
             store.wait()
         store.close()
         return store.steps
