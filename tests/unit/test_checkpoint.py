@@ -11,14 +11,15 @@ import shutil
 import sys
 import tempfile
 import threading
+from collections import OrderedDict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import attrs
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -38,72 +39,16 @@ from accelfn.errors import (
     WorldError,
 )
 from accelfn.testing import simulate
+from tests.checkpoints import FILE, STEP, X, damage, fresh, made, net, refused
 from tests.internals import background, codec, files, manifest
 from tests.states import values
-
-X = torch.linspace(-1, 1, 24).reshape(8, 3)
-
-
-def net(width=4):
-    return nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Dropout(0.5))
-
-
-def loss(model, batch):
-    return model(batch).square().mean()
-
-
-STEP = af.make_step(loss)
-ADAM = partial(torch.optim.Adam, lr=0.1)
-
-
-def fresh(**options):
-    """Return a state before its first update."""
-    options = {
-        "model": net,
-        "optimizer": ADAM,
-        "setup": af.ema(0.9),
-        "data": af.Data(X, global_batch_size=3),
-        **options,
-    }
-    return af.TrainState.create(**options)
-
-
-def make(**options):
-    """Return a state two updates old."""
-    state = fresh(**options)
-    for _, batch in zip(range(2), af.batches(state), strict=False):
-        state, _ = STEP(state, batch)
-    return state
 
 
 @pytest.fixture
 def saved(tmp_path):
     """Return the directory of a saved state."""
-    af.save(make(), tmp_path / "saved")
+    af.save(made(), tmp_path / "saved")
     return tmp_path / "saved"
-
-
-UNSAVEABLE = {
-    "object": (object(), r"slots\.mine.*object"),
-    "set": ({1, 2}, r"slots\.mine.*set"),
-    "array": (np.zeros(3), r"slots\.mine.*ndarray"),
-    "function": (len, r"slots\.mine.*builtin"),
-    "deep": ({"a": [1, {"b": object()}]}, r"slots\.mine\.a\[1\]\.b.*object"),
-    "tuple key": ({(1, 2): 2}, r"slots\.mine.*key \(1, 2\)"),
-}
-
-
-@pytest.mark.parametrize("case", UNSAVEABLE)
-def test_unsaveable_slot(case, tmp_path):
-    """What cannot be saved is named by its path; nothing is left, the state usable."""
-    value, words = UNSAVEABLE[case]
-    state = make().with_slot("mine", value)
-    with pytest.raises(CheckpointError, match=words) as caught:
-        af.save(state, tmp_path / "saved")
-    assert isinstance(caught.value, RuntimeError)
-    assert not (tmp_path / "saved").exists()
-    af.save(state.with_slot("mine", 1), tmp_path / "saved")
-    STEP(state, X)
 
 
 def test_objects_with_a_state(tmp_path):
@@ -118,14 +63,14 @@ def test_objects_with_a_state(tmp_path):
         return made
 
     mine = {"of": [scheduler(3)], "keys": {1: "one", "two": 2}}
-    af.save(make().with_slot("mine", mine), tmp_path / "saved")
-    target = make().with_slot("mine", {"of": [scheduler(0)]})
+    af.save(made().with_slot("mine", mine), tmp_path / "saved")
+    target = made().with_slot("mine", {"of": [scheduler(0)]})
     loaded = af.load(target, tmp_path / "saved").slots["mine"]
     assert loaded["of"][0].state_dict() == mine["of"][0].state_dict()
     assert loaded["keys"] == mine["keys"]
     assert target.slots["mine"]["of"][0].last_epoch == 0
-    with pytest.raises(CheckpointError, match=r"slots\.mine\.of\[0\].*with_slot"):
-        af.load(make(), tmp_path / "saved")
+    with refused(r"slots\.mine\.of\[0\].*with_slot"):
+        af.load(made(), tmp_path / "saved")
 
 
 def test_ranks_that_see_no_common_directory(tmp_path):
@@ -134,9 +79,9 @@ def test_ranks_that_see_no_common_directory(tmp_path):
     def save(world):
         af.save(fresh(world=world), tmp_path / str(world.rank) / "saved")
 
-    with pytest.raises(
+    with refused(
+        r"rank 1 could not.*does not exist on this rank.*one directory",
         CheckpointWriteError,
-        match=r"rank 1 could not.*does not exist on this rank.*one directory",
     ):
         simulate(2, save)
     assert not list(tmp_path.rglob("*saved"))
@@ -145,10 +90,8 @@ def test_ranks_that_see_no_common_directory(tmp_path):
 def test_existing_directory(saved):
     """A directory that exists is not written into; the refusal names it."""
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
-    with pytest.raises(
-        CheckpointError, match=r"step 2.*saved already exists.*new directory"
-    ):
-        af.save(make(), saved)
+    with refused(r"step 2.*saved already exists.*new directory"):
+        af.save(made(), saved)
     assert before == {path.name: path.read_bytes() for path in saved.iterdir()}
     assert [saved] == list(saved.parent.iterdir())
 
@@ -157,23 +100,16 @@ def test_existing_directory(saved):
 def test_directory_without_a_name(directory, tmp_path, monkeypatch):
     """A path that names no new directory is refused."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="directory"):
-        af.save(make(), directory)
+    with refused("directory"):
+        af.save(made(), directory)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_relative_directory(tmp_path, monkeypatch):
     """A relative path, with parents to be made, is taken."""
     monkeypatch.chdir(tmp_path)
-    af.save(make(), "runs/one")
-    assert values(make()) == values(af.load(fresh(), "runs/one"))
-
-
-def test_directory_below_a_file(tmp_path):
-    """A path below a file is refused with the system's reason."""
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"step 2 was not saved.*begin"):
-        af.save(make(), tmp_path / "file" / "saved")
+    af.save(made(), "runs/one")
+    assert values(made()) == values(af.load(fresh(), "runs/one"))
 
 
 # States that are saved together.
@@ -182,7 +118,7 @@ def test_directory_below_a_file(tmp_path):
 @pytest.fixture
 def both(tmp_path):
     """Return the directory of two states that were saved together."""
-    af.save({"actor": make(), "critic": make(seed=1)}, tmp_path / "both")
+    af.save({"actor": made(), "critic": made(seed=1)}, tmp_path / "both")
     return tmp_path / "both"
 
 
@@ -199,9 +135,7 @@ TOGETHER = {
 def test_states_saved_together_are_loaded_together(both, case):
     """Another number or other names of states is an error with the code to write."""
     code = f'af.load({{"actor": ..., "critic": ...}}, {str(both)!r})'
-    with pytest.raises(
-        CheckpointError, match="has states named actor, critic"
-    ) as caught:
+    with refused("has states named actor, critic") as caught:
         TOGETHER[case](both)
     assert code in str(caught.value)
     assert f"af.load_part(state, {str(both / 'actor')!r}, only)" in str(caught.value)
@@ -218,13 +152,13 @@ def test_fields_of_one_of_several_states(both):
 @pytest.mark.parametrize("gone", ["critic", "critic/manifest.json"])
 def test_a_store_names_an_older_pair(tmp_path, gone):
     """Where a part of the newest pair is missing, the pair before it is named."""
-    pair = {"actor": make(), "critic": make(seed=1)}
+    pair = {"actor": made(), "critic": made(seed=1)}
     with af.CheckpointStore(tmp_path, async_=False) as store:
         store.save({n: attrs.evolve(state, step=1) for n, state in pair.items()})
         store.save(pair)
     path = tmp_path / "step-00000002" / gone
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    with pytest.raises(CheckpointCorruptError, match="critic") as caught:
+    with refused("critic", CheckpointCorruptError) as caught:
         store.restore({"actor": fresh(), "critic": fresh()})
     assert "step=1" in "".join(caught.value.__notes__)
     found = store.restore({"actor": fresh(), "critic": fresh()}, step=1)
@@ -236,10 +170,7 @@ def test_a_lone_state_is_loaded_alone(saved):
     code = re.escape(
         f"has a single state. Load it with af.load(state, {str(saved)!r})."
     )
-    with pytest.raises(
-        CheckpointError,
-        match=f"expected states named actor, but the checkpoint {code}",
-    ):
+    with refused(f"expected states named actor, but the checkpoint {code}"):
         af.load({"actor": fresh()}, saved)
 
 
@@ -253,15 +184,17 @@ CALLS_WITH_STATES = {
 
 
 @pytest.mark.parametrize("call", CALLS_WITH_STATES)
-@pytest.mark.parametrize("name", ["", "a/b", "..", "a.b", 3, None])
-def test_names_of_states_are_words(call, name, tmp_path):
+def test_names_of_states_are_words(call, tmp_path):
     """They are directories' names; nothing else is taken, nor no state at all."""
-    with pytest.raises(ArgumentError, match=rf"{call}.*not a valid name for a state"):
-        CALLS_WITH_STATES[call]({"actor": make(), name: make()}, tmp_path / "runs")
-    with pytest.raises(ArgumentError, match=rf"{call}.*not a valid name for a state"):
-        CALLS_WITH_STATES[call]({}, tmp_path / "runs")
-    with pytest.raises(ArgumentError, match=rf"{call}.*expected a TrainState"):
-        CALLS_WITH_STATES[call]({"actor": make(), "critic": net()}, tmp_path / "runs")
+    act, state, runs = CALLS_WITH_STATES[call], small(), tmp_path / "runs"
+    names = (
+        {"actor": state, name: state} for name in ("", "a/b", "..", "a.b", 3, None)
+    )
+    for states in (*names, {}):
+        with refused(f"{call}.*not a valid name for a state", ArgumentError):
+            act(states, runs)
+    with refused(rf"{call}.*expected a TrainState", ArgumentError):
+        act({"actor": state, "critic": net()}, runs)
 
 
 @pytest.mark.parametrize("call", CALLS_WITH_STATES)
@@ -275,7 +208,7 @@ def test_states_of_several_worlds_are_rejected(call, tmp_path):
             "actor": fresh(setup=setup, world=world),
             "critic": fresh(setup=setup, world=pair),
         }
-        with pytest.raises(WorldError, match=f"{call}.*actor, critic are in diff"):
+        with refused(f"{call}.*actor, critic are in diff", WorldError):
             CALLS_WITH_STATES[call](states, tmp_path / "runs")
 
     simulate(4, fn)
@@ -287,15 +220,13 @@ def test_states_of_several_worlds_are_rejected(call, tmp_path):
 
 def test_missing_directory(tmp_path):
     """A directory that is not there is named, and which checkpoints are beside it."""
-    with pytest.raises(CheckpointError, match=r"no such.*af\.save\(state, directory\)"):
+    with refused(r"no such.*af\.save\(state, directory\)"):
         af.load(fresh(), tmp_path / "nowhere")
     for number in range(4):
         af.save(fresh(), tmp_path / f"update-{number}")
-    with pytest.raises(
-        CheckpointError, match="Checkpoints next to it: update-0, .*-2, "
-    ):
+    with refused("Checkpoints next to it: update-0, .*-2, "):
         af.load(fresh(), tmp_path / "update-9")
-    with pytest.raises(CheckpointError, match="manifest.*Checkpoints in it: update-0"):
+    with refused("manifest.*Checkpoints in it: update-0"):
         af.load(fresh(), tmp_path)
 
 
@@ -305,7 +236,7 @@ def test_directory_of_a_store(tmp_path, load):
     state = fresh()
     with af.CheckpointStore(tmp_path) as store:
         store.save(state)
-    with pytest.raises(CheckpointError, match=r"a store of 1 .*step-00000000, or") as e:
+    with refused(r"a store of 1 .*step-00000000, or") as e:
         load(state, tmp_path)
     assert f"af.CheckpointStore({str(tmp_path)!r}).restore(state)" in str(e.value)
 
@@ -327,90 +258,51 @@ def test_metric_of_keep_best_that_is_nowhere(tmp_path, capsys):
     assert line.endswith("passed to save: accuracy, loss.")
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        [{"acc": 1.0}, None, None],  # it is measured more rarely than saved
-        [{"acc": math.nan}, None],
-        [None],  # and nothing is removed
-    ],
-)
-def test_metric_of_keep_best_that_is_somewhere(tmp_path, capsys, given):
+def test_metric_of_keep_best_that_is_somewhere(tmp_path, capsys):
     """Where a checkpoint has it, or none is removed, there is nothing to say."""
-    stored(tmp_path, *given, keep_best="acc")
+    # it is measured more rarely than saved; it is no number; nothing is removed
+    for at, losses in enumerate(([1.0, None, None], [math.nan, None], [None])):
+        given = [None if each is None else {"acc": each} for each in losses]
+        stored(tmp_path / str(at), *given, keep_best="acc")
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
 def test_nothing_older_is_removed_for_a_save_that_is_not_read_back(
-    tmp_path, monkeypatch, is_whole
+    tmp_path, monkeypatch
 ):
     """One that the disk has changed meanwhile is none: the error is told, and the older stays."""
     stored(tmp_path, None)
-    rename = files.rename
+    rename, new = files.rename, tmp_path / "step-00000001"
 
-    def damaging(path, new):
-        rename(path, new)
-        if new == tmp_path / "step-00000001" and not is_whole:
-            damage(new)
+    def damaging(path, to):
+        rename(path, to)
+        if to == new:
+            damage(new / FILE)
 
     monkeypatch.setattr(files, "rename", damaging)
     with af.CheckpointStore(tmp_path, keep=1, async_=False) as store:
-        later = attrs.evolve(fresh(), step=1)
-        if is_whole:
-            store.save(later)
-        else:
-            with pytest.raises(CheckpointWriteError, match="rank-00000"):
-                store.save(later)
-        assert store.steps == (int(is_whole),)
-        assert store.restore(fresh()).step == int(is_whole)
+        with refused("rank-00000", CheckpointWriteError):
+            store.save(attrs.evolve(fresh(), step=1))
+        assert store.steps == (0,)
+        assert store.restore(fresh()).step == 0
 
 
-def damage(folder):
-    """Change the last byte of a checkpoint's tensors."""
-    path = folder / "rank-00000.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-
-
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_a_store_of_fewer_removes_what_an_earlier_run_left(tmp_path, capsys, is_whole):
-    """As it begins to save, if the newest can be read back; else it says which, and why not."""
-    with af.CheckpointStore(tmp_path, async_=False) as store:
-        for step in range(3):
-            store.save(attrs.evolve(fresh(), step=step))
-    if not is_whole:
-        damage(tmp_path / "step-00000002")
-    with af.CheckpointStore(tmp_path, keep=1, async_=False) as store:
-        with pytest.raises(CheckpointWriteError, match="already exists"):
-            store.save(attrs.evolve(fresh(), step=2))
-        assert store.steps == ((2,) if is_whole else (0, 1, 2))
-    said = capsys.readouterr().err
-    newest = tmp_path / "step-00000002"
-    assert (f"because {newest} is damaged: {newest}" in said) != is_whole
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_store_that_cannot_be_looked_through(tmp_path, monkeypatch, size):
+def test_a_store_that_cannot_be_looked_through(tmp_path, monkeypatch):
     """Where rank 0 is not let in, all ranks are told so, and none goes on from the start."""
-    with af.CheckpointStore(tmp_path, async_=False) as store:
-        store.save(small())
-
-    def closed(*_):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path))
-
-    monkeypatch.setattr(manifest, "steps_in", closed)
+    stored(tmp_path, None)
+    reason = os.strerror(errno.EACCES)
+    closed = PermissionError(errno.EACCES, reason, str(tmp_path))
+    monkeypatch.setattr(manifest, "steps_in", mock.Mock(side_effect=closed))
+    said = rf"{re.escape(str(tmp_path))}: cannot find the newest checkpoint: .*{reason}"
 
     def restore(world):
-        reason = os.strerror(errno.EACCES)
-        said = rf"{re.escape(str(tmp_path))}: cannot find the newest checkpoint: .*{reason}"
-        with pytest.raises(CheckpointError, match=said):
+        with refused(said):
             af.CheckpointStore(tmp_path).restore(small(world))
 
-    simulate(size, restore)
+    simulate(2, restore)
 
 
-@pytest.mark.parametrize("count", [10, 11, 14])
+@pytest.mark.parametrize("count", [10, 14])
 @pytest.mark.parametrize("what", ["missing", "unexpected", "of another shape"])
 def test_what_differs_often_is_counted(tmp_path, count, what):
     """Of many names the first ten are told, and how many more there are."""
@@ -452,31 +344,28 @@ class Merging:
     [
         (
             lambda slots: slots[9],
-            r"merging could not merge the slots that the ranks saved: IndexError",
+            r"could not merge the slots that .* saved: IndexError",
         ),
         (
             lambda slots: ([1.0], slots[0]),
-            r"returned 1 weights for the slots of 2 ranks",
+            "returned 1 weights for the slots of 2 ranks",
         ),
-        (lambda slots: ([0.5] * 3, slots[0]), r"returned 3 weights for the slots of 2"),
+        (lambda slots: ([0.5] * 3, slots[0]), "returned 3 weights for the slots of 2"),
     ],
 )
 def test_a_merge_of_ones_own_that_fails_is_named(tmp_path, merge, said):
     """What it raised, or how many weights it gave and for how many ranks."""
-
-    def make(world=None):
-        return fresh(setup=Merging(merge), world=world, data=None)
-
-    simulate(2, lambda world: af.save(make(world), tmp_path / "saved"))
-    with pytest.raises(CheckpointError, match=said):
-        af.load(make(), tmp_path / "saved")
+    state = partial(fresh, setup=Merging(merge), data=None)
+    simulate(2, lambda world: af.save(state(world=world), tmp_path / "saved"))
+    with refused(f"(?i)merging.* {said}"):
+        af.load(state(), tmp_path / "saved")
 
 
 def test_a_checkpoint_in_which_there_is_a_store(tmp_path):
     """What is saved into a checkpoint's directory is no reason not to load that one."""
-    af.save(make(), tmp_path / "saved")
+    af.save(made(), tmp_path / "saved")
     stored(tmp_path / "saved", None)
-    assert values(af.load(fresh(), tmp_path / "saved")) == values(make())
+    assert values(af.load(fresh(), tmp_path / "saved")) == values(made())
 
 
 @pytest.mark.parametrize("async_", [True, False])
@@ -578,27 +467,12 @@ def test_a_save_is_due_when_its_period_is_over(waits, size):
         simulate(size, train)
 
 
-@pytest.mark.parametrize(("text", "found"), [('["a"]', r"\['a'\]"), ("{}", r"\{\}")])
-def test_manifest_says_what_was_expected(saved, text, found):
-    """What is JSON, and no manifest, is shown beside what a manifest is."""
-    (saved / "manifest.json").write_text(text)
-    expected = rf'the content is {found}, expected a JSON object with "format"'
-    with pytest.raises(CheckpointCorruptError, match=expected):
-        af.load(fresh(), saved)
-
-
-class Renamed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.other = nn.Linear(3, 4)
-
-    def forward(self, batch):
-        return self.other(batch)
-
-
 OTHERS = {
     "width": ({"model": partial(net, 5)}, r"0\.weight saved as \(4, 3\).*\(5, 3\)"),
-    "names": ({"model": Renamed}, r"(?s)missing.*other\.weight.*unexpected.*0\.weight"),
+    "names": (
+        {"model": lambda: nn.Sequential(OrderedDict(other=nn.Linear(3, 4)))},
+        r"(?s)missing.*other\.weight.*unexpected.*0\.weight",
+    ),
     "dtype": ({"model": lambda: net().double()}, r"0\.weight.*float32.*float64"),
     "no ema": ({"setup": None}, r"not in this setup: 'ema'.*with_setup"),
     "another": (
@@ -613,7 +487,7 @@ OTHERS = {
 def test_loading_into_another_state(saved, case):
     """Another model, setup or optimizer is refused with what differs."""
     options, words = OTHERS[case]
-    with pytest.raises(CheckpointError, match=words):
+    with refused(words):
         af.load(fresh(**options), saved)
 
 
@@ -622,32 +496,23 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(X)
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_going_on_with_another_kind_of_data(tmp_path, turned):
+@pytest.mark.parametrize("sources", [(X, Stream()), (Stream(), X)])
+def test_going_on_with_another_kind_of_data(tmp_path, sources):
     """A stream for what has a length, or the other way round: what one alone says is told."""
-    kinds = [
-        af.Data(source, global_batch_size=3, remainder="drop", fingerprint="digits")
-        for source in (X, Stream())
-    ]
-    one, other = reversed(kinds) if turned else kinds
-    af.save(fresh(data=one), tmp_path / "it")
-    with pytest.raises(CheckpointError, match="was saved with other data") as raised:
-        af.load(fresh(data=other), tmp_path / "it")
+    options = {"global_batch_size": 3, "remainder": "drop", "fingerprint": "digits"}
+    one, other = (fresh(data=af.Data(source, **options)) for source in sources)
+    af.save(one, tmp_path / "it")
+    with refused("was saved with other data") as raised:
+        af.load(other, tmp_path / "it")
     told = [line.split(":")[0].strip() for line in str(raised.value).splitlines()[1:-1]]
     assert sorted(told) == ["order", "samples"]
 
 
 def test_loading_without_data(saved):
-    """A state that only evaluates needs none."""
-    folder = saved
-    assert af.load(fresh(data=None), folder).step == 2
-
-
-def test_allowing_what_is_no_fact(saved):
-    """A name that nothing has is refused."""
-    folder = saved
-    with pytest.raises(ArgumentError, match="allow="):
-        af.load(fresh(), folder, allow=("size",))
+    """A state that only evaluates needs none; a name that no fact has is refused."""
+    assert af.load(fresh(data=None), saved).step == 2
+    with refused("allow=", ArgumentError):
+        af.load(fresh(), saved, allow=("size",))
 
 
 class Noisy(list):
@@ -688,24 +553,22 @@ class Unreadable(list):
 
 @given(at=st.integers(0, 7), times=st.integers(1, 2))
 def test_a_sample_that_cannot_be_read_is_told(tmp_path_factory, at, times):
-    """A11: the save fails and names the sample; the next one knows all the data."""
+    """A11: the save fails and names the sample; the next one knows all the data.
+
+    Data with a name need not be read.
+    """
     folder = tmp_path_factory.mktemp("unread") / "saved"
-    state = fresh(data=af.Data(Unreadable(at, times), global_batch_size=3))
+    data = partial(af.Data, global_batch_size=3)
+    state = fresh(data=data(Unreadable(at, times)))
     words = rf"(?s)sample {at} .*OSError: no such shard.*fingerprint="
     for _ in range(times):
-        with pytest.raises(CheckpointWriteError, match=words):
+        with refused(words, CheckpointWriteError):
             af.save(state, folder)
     af.save(state, folder)
-    whole = fresh(data=af.Data(Unreadable(at, 0), global_batch_size=3))
-    assert af.load(whole, folder).step == 0
-
-
-def test_a_fingerprint_is_of_samples_that_can_be_read():
-    """A11: the sample that cannot be read is named; data with a name need none."""
-    data = af.Data(Unreadable(7, 9), global_batch_size=2)
-    with pytest.raises(DataError, match="sample 7 of the dataset"):
-        _ = data.facts
-    named = af.Data(Unreadable(7, 9), global_batch_size=2, fingerprint="crawl")
+    assert af.load(fresh(data=data(Unreadable(at, 0))), folder).step == 0
+    with refused(f"sample {at} of the dataset", DataError):
+        _ = data(Unreadable(at, 9)).facts
+    named = data(Unreadable(at, 9), fingerprint="crawl")
     assert named.facts["fingerprint"] == "crawl"
 
 
@@ -721,19 +584,18 @@ def test_a_sample_without_bytes_has_a_fingerprint(leaf):
 
 
 CALLS = {
-    "af.save": lambda path: af.save(fresh(), path),
-    "af.load": lambda path: af.load(fresh(), path),
+    "af.save": partial(af.save, fresh()),
+    "af.load": partial(af.load, fresh()),
     "af.CheckpointStore": af.CheckpointStore,
 }
-NO_PATHS = ["\ud800", "runs/\udfff", "a\0b", 3, None, b"runs", ["runs"]]
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("path", NO_PATHS, ids=repr)
-def test_what_is_no_path_is_refused(call, path):
+def test_what_is_no_path_is_refused(call):
     """C: half a character, NUL, or another kind: named, before anything is done."""
-    with pytest.raises(ArgumentError, match=rf"{call}\(.*expected the path of a dir"):
-        CALLS[call](path)
+    for path in ("\ud800", "runs/\udfff", "a\0b", 3, None, b"runs", ["runs"]):
+        with refused(rf"{call}\(.*expected the path of a dir", ArgumentError):
+            CALLS[call](path)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -744,7 +606,7 @@ def test_a_path_of_other_bytes(tmp_path, size):
     def train(world):
         state = fresh(world=world, setup=af.chain())
         af.save(state, folder / "saved")
-        with pytest.raises(CheckpointWriteError, match=r"runs-\\udcff.*already exists"):
+        with refused(r"runs-\\udcff.*already exists", CheckpointWriteError):
             af.save(state, folder / "saved")
         with af.CheckpointStore(folder / "runs") as store:
             store.save(state)
@@ -753,35 +615,29 @@ def test_a_path_of_other_bytes(tmp_path, size):
     simulate(size, train)
 
 
-@pytest.mark.parametrize(
-    "metrics", [3, {"a": "3"}, {"a": True}, {1: 2.0}, {"a": None}, [("a", 1.0)]]
-)
-def test_metrics_of_a_save_are_numbers_by_name(metrics, tmp_path):
+def test_metrics_of_a_save_are_numbers_by_name(tmp_path):
     """Texts, truths and names that are none are refused with what was given."""
-    with (
-        af.CheckpointStore(tmp_path) as store,
-        pytest.raises(
-            ArgumentError,
-            match=r"metrics=.*expected a dict from names to numbers",
-        ),
-    ):
-        store.save(fresh(), metrics=metrics)
+    wrong = 3, {"a": "3"}, {"a": True}, {1: 2.0}, {"a": None}, [("a", 1.0)]
+    with af.CheckpointStore(tmp_path) as store:
+        for metrics in wrong:
+            words = "metrics=.*expected a dict from names to numbers"
+            with refused(words, ArgumentError):
+                store.save(small(), metrics=metrics)
 
 
+SPLIT = af.accumulate(num_micro_batches=2)
+CLIPPED = af.clip_grad_norm(1.0)
 CHANGES = {
     "an average": (
         af.ema(0.5),
         af.ema(0.9),
         r"ema: af\.ema\(0\.5\), now af\.ema\(0\.9\)",
     ),
-    "a bound": (af.clip_grad_norm(1.0), af.clip_grad_norm(2.0), "now af.*2.0"),
-    "a bound more": (None, af.clip_grad_value(1.0), "clip_grad_value: absent, now"),
-    "micro-batches": (
-        af.accumulate(num_micro_batches=2),
-        af.accumulate(num_micro_batches=4),
-        None,
-    ),
-    "no micro-batches": (af.accumulate(num_micro_batches=2), None, None),
+    "a bound": (CLIPPED, af.clip_grad_norm(2.0), "now af.*2.0"),
+    "a bound more": (None, CLIPPED, "clip_grad_norm: absent, now"),
+    "a bound less": (CLIPPED, None, r"clip_grad_norm\(1\.0\), now absent"),
+    "micro-batches": (SPLIT, af.accumulate(num_micro_batches=4), None),
+    "no micro-batches": (SPLIT, None, None),
     "another layout": (af.wrap_ddp(), af.wrap_fsdp(), None),
 }
 
@@ -798,35 +654,14 @@ def test_other_options_of_transforms(case, tmp_path):
     af.load(state, tmp_path / "saved", allow="options" if words else ())
 
 
-ADAMS = {
-    "another option": partial(torch.optim.AdamW, amsgrad=True),
-    "the options that were saved": torch.optim.AdamW,
-    "another kernel": partial(torch.optim.AdamW, foreach=True),
-}
-
-
-@pytest.mark.parametrize("case", ADAMS)
-def test_entries_that_an_optimizer_could_not_use(case, tmp_path):
+def test_entries_that_an_optimizer_could_not_use(tmp_path):
     """`load` refuses an optimizer's entries that its step would fail with."""
-    af.save(make(optimizer=torch.optim.AdamW), tmp_path / "saved")
-    other = fresh(optimizer=ADAMS[case])
-    if case == "another option":
-        with pytest.raises(CheckpointError, match=r"max_exp_avg_sq: missing"):
-            af.load(other, tmp_path / "saved")
-    else:
-        STEP(af.load(other, tmp_path / "saved"), X)
-
-
-def test_a_transform_without_a_slot_may_go(tmp_path):
-    """Nothing of it was saved, so nothing is missed; one with a slot is refused by name."""
-    clipped = af.chain(af.clip_grad_norm(1.0), af.ema(0.5))
-    state = fresh().with_setup(clipped)
-    af.save(state, tmp_path / "saved")
-    bare = fresh().with_setup(af.ema(0.5))
-    with pytest.warns(AccelfnWarning, match=r"clip_grad_norm\(1\.0\), now absent"):
-        assert set(af.load(bare, tmp_path / "saved").slots) == {"ema"}
-    with pytest.raises(CheckpointError, match=r"not in this setup: 'ema'"):
-        af.load(fresh().with_setup(None), tmp_path / "saved")
+    adam = torch.optim.AdamW
+    af.save(made(optimizer=adam), tmp_path / "saved")
+    for make in (adam, partial(adam, foreach=True)):
+        STEP(af.load(fresh(optimizer=make), tmp_path / "saved"), X)
+    with refused("max_exp_avg_sq: missing"):
+        af.load(fresh(optimizer=partial(adam, amsgrad=True)), tmp_path / "saved")
 
 
 @pytest.mark.parametrize("step", [None, 2])
@@ -892,17 +727,13 @@ def test_linux_begins_early(tmp_path):
         assert files._sync_file_range(file.fileno(), -1, 3, files._WRITE) == -1
 
 
-@pytest.mark.parametrize("kind", ["set", "Tensor", ""])
-@pytest.mark.parametrize("around", ["nothing", "list", "dict", "pairs", "object"])
-def test_what_no_version_wrote_is_not_read(kind, around):
+@pytest.mark.parametrize("kind", ["set", ""])
+def test_what_no_version_wrote_is_not_read(kind):
     """An entry of an unknown kind in a manifest is named, however deep it stands."""
     coded = {kind: []}
-    within = {
-        "nothing": coded,
-        "list": {"list": [1, coded]},
-        "dict": {"dict": {"a": None, "b": coded}},
-        "pairs": {"pairs": [[1, None], [2, coded]]},
-        "object": {"object": coded},
-    }
-    with pytest.raises(PlainDataError, match=f"unknown kind '{kind}'"):
-        codec.decode(within[around], {})
+    for within in (
+        *(coded, {"list": [1, coded]}, {"dict": {"a": None, "b": coded}}),
+        *({"pairs": [[1, None], [2, coded]]}, {"object": coded}),
+    ):
+        with refused(f"unknown kind '{kind}'", PlainDataError):
+            codec.decode(within, {})

@@ -1,38 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store says when its directory, its newest checkpoint or a thread is missing."""
+"""What a store says when its directory, a checkpoint, a thread or a rank is missing."""
 
 import shutil
 import threading
-from functools import partial
+from contextlib import redirect_stderr
+from io import StringIO
+from types import SimpleNamespace
 
+import attrs
 import pytest
-import torch
-from torch import nn
 
 import accelfn as af
-from accelfn.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError
+from accelfn.errors import (
+    CheckpointCorruptError,
+    CheckpointWriteError,
+    PeerFailedError,
+)
 from accelfn.testing import simulate
+from tests.checkpoints import FILE, refused
 from tests.internals import files, name_of
-
-STEP = af.make_step(lambda model, batch: model(batch).square().mean())
-
-
-def fresh(world=None):
-    """Return a state before its first update."""
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    return af.TrainState.create(
-        model=lambda: nn.Linear(2, 1), optimizer=sgd, world=world
-    )
+from tests.states import linear_state
 
 
-def stored(folder, updates=2):
-    """Save a checkpoint after each of some updates, and return the store."""
-    state = fresh()
-    store = af.CheckpointStore(folder, keep=None, async_=False)
-    for _ in range(updates):
-        state, _ = STEP(state, torch.ones(1, 2))
-        store.save(state)
-    store.close()
+def stored(folder, saves=2):
+    """Return a store of some checkpoints."""
+    with af.CheckpointStore(folder, keep=None, async_=False) as store:
+        for step in range(1, saves + 1):
+            store.save(attrs.evolve(linear_state(), step=step))
     return store
 
 
@@ -52,8 +46,8 @@ def test_a_load_says_that_a_checkpoint_was_removed(tmp_path, monkeypatch):
     """A reader of a running store hears that a checkpoint is gone, and not that it is corrupt."""
     store = stored(tmp_path / "runs")
     removing(monkeypatch, lambda: shutil.rmtree(store.latest))
-    with pytest.raises(CheckpointError, match=r"removed while.*restore") as caught:
-        af.load(fresh(), store.latest)
+    with refused("removed while.*restore") as caught:
+        af.load(linear_state(), store.latest)
     assert not isinstance(caught.value, CheckpointCorruptError)
 
 
@@ -65,38 +59,34 @@ def test_restore_takes_the_newest_if_one_is_removed_meanwhile(
     store = stored(tmp_path / "runs")
     newest = store.latest
     removing(monkeypatch, lambda: newest.rename(newest.with_name(name_of(3))))
-    steps = simulate(
-        size, lambda world: store.restore(fresh(world)).params["weight"].tolist()
-    )
-    monkeypatch.undo()
-    assert list(steps) == [store.restore(fresh()).params["weight"].tolist()] * size
+    found = simulate(size, lambda world: store.restore(linear_state(world=world)).step)
+    assert list(found) == [2] * size
 
 
 def test_a_deleted_directory_is_not_an_empty_one(tmp_path):
     """A store whose directory was deleted raises, and does not begin a run again."""
     store = stored(tmp_path / "runs")
     shutil.rmtree(store.directory)
-    for use in (lambda: store.steps, lambda: store.restore(fresh())):
-        with pytest.raises(CheckpointError, match="were deleted after"):
+    for use in (lambda: store.steps, lambda: store.restore(linear_state())):
+        with refused("were deleted after"):
             use()
 
 
 def test_a_newest_checkpoint_that_is_broken(tmp_path):
     """`restore` names the newest whole one, and how to continue from it."""
-    store = stored(tmp_path / "runs", updates=3)
+    store = stored(tmp_path / "runs", saves=3)
     for step in (2, 3):
-        path = store.directory / name_of(step) / "rank-00000.safetensors"
+        path = store.directory / name_of(step) / FILE
         path.write_bytes(path.read_bytes()[:-8])
-    words = r"store\.restore\(state, step=1\)"
-    with pytest.raises(CheckpointCorruptError, match="bytes, but had") as caught:
-        store.restore(fresh())
-    assert [words.replace("\\", "") in note for note in caught.value.__notes__] == [
-        True
-    ]
+    words = "store.restore(state, step=1)"
+    with refused("bytes, but had", CheckpointCorruptError) as caught:
+        store.restore(linear_state())
+    assert [words in note for note in caught.value.__notes__] == [True]
     (store.directory / name_of(9)).symlink_to(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=rf"broken link to .*nowhere.*{words}"):
-        store.restore(fresh())
-    assert store.restore(fresh(), step=1).step == 1
+    with refused("broken link to .*nowhere") as caught:
+        store.restore(linear_state())
+    assert words in str(caught.value)
+    assert store.restore(linear_state(), step=1).step == 1
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -106,18 +96,54 @@ def test_an_asynchronous_save_without_a_thread(size, tmp_path, monkeypatch):
 
     def start(thread):
         if thread.name == "accelfn-save":
-            msg = "can't start new thread"
-            raise RuntimeError(msg)
+            raise RuntimeError("can't start new thread")
         real(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
 
     def save(world):
         store = af.CheckpointStore(tmp_path / "runs")
-        store.save(fresh(world))
-        with pytest.raises(CheckpointWriteError, match=r"no thread.*async_=False"):
+        store.save(linear_state(world=world))
+        with refused("no thread.*async_=False", CheckpointWriteError):
             store.wait()
         store.close()
         return store.steps
 
     assert list(simulate(size, save)) == [()] * size
+
+
+GONE = "It is unknown whether the state of step 0 was saved: rank 1 has ended."
+
+
+def next_save(folder, error):
+    """Save in a world whose ranks met anew, where a save before ended so; return what is there."""
+
+    def fn(world):
+        store = af.CheckpointStore(folder, async_=False)
+        store._pending.writing = SimpleNamespace(
+            hurry=lambda: None,
+            join=lambda: error,
+            save=SimpleNamespace(final=folder / "step-00000000"),
+        )
+        try:
+            store.save(linear_state(world=world))
+        finally:
+            store.close()
+        return store.steps
+
+    return list(simulate(2, fn, elastic=1))
+
+
+def test_a_save_that_is_lost_with_a_rank_is_said_and_no_error(tmp_path):
+    """Each rank says so on stderr, and the next save is made."""
+    with redirect_stderr(StringIO()) as said:
+        assert next_save(tmp_path, PeerFailedError(GONE)) == [(0,)] * 2
+    assert said.getvalue() == f"accelfn: {GONE}\n" * 2
+
+
+def test_a_save_that_another_error_has_ended_is_told_with_the_next(tmp_path):
+    """On all ranks; the next is made all the same."""
+    full = CheckpointWriteError("The disk is full.")
+    with refused(r"The disk is full\. .* started nevertheless", CheckpointWriteError):
+        next_save(tmp_path, full)
+    assert af.CheckpointStore(tmp_path).steps == (0,)
