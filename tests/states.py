@@ -4,6 +4,7 @@
 from functools import partial
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
 
@@ -21,6 +22,19 @@ def linear_state(inputs: int = 1, outputs: int = 1, /, **options: Any) -> af.Tra
     """Return a state of a linear layer and SGD; options are those of `TrainState.create`."""
     model = partial(nn.Linear, inputs, outputs)
     return af.TrainState.create(**{"model": model, "optimizer": SGD, **options})
+
+
+def read(
+    data: Any,
+    *,
+    epochs: int = 1,
+    cursor: af.typing.Cursor | None = None,
+    **options: Any,
+) -> list[af.Batch]:
+    """Return the batches that a linear state reads of data, from a cursor on."""
+    state = linear_state(**{"data": data, "setup": af.shard_data(), **options})
+    state = attrs.evolve(state, cursor=cursor or state.cursor)
+    return list(af.batches(state, until_epoch=epochs))
 
 
 def bits(tree: Any) -> Any:

@@ -24,61 +24,6 @@ from tests.laws.reading import (
 from tests.laws.worlds import single
 
 pytestmark = on_one_core
-sizes = st.integers(1, 5)
-
-
-class Augmented(torch.utils.data.Dataset):
-    """Draws noise for each sample, as augmentations do."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.cat([torch.tensor([float(index)]), torch.randn(2)])
-
-
-@given(
-    n=st.integers(1, 12),
-    batch_size=st.integers(1, 8),
-    size=sizes,
-    parts=st.integers(1, 3),
-    seed=st.integers(0, 3),
-)
-def test_augmentation_does_not_depend_on_the_world(
-    n: int, batch_size: int, size: int, parts: int, seed: int
-) -> None:
-    """What a dataset draws is a function of seed, epoch and sample, not of who reads it."""
-
-    def read(world: af.World, setup: object) -> dict[tuple[int, int], torch.Tensor]:
-        state = af.TrainState.create(
-            model=lambda: torch.nn.Linear(3, 1),
-            optimizer=torch.optim.SGD,
-            data=af.Data(Augmented(n), global_batch_size=batch_size, shuffle=True),
-            setup=setup,
-            world=world,
-            seed=seed,
-        )
-        found: dict[tuple[int, int], torch.Tensor] = {}
-        for batch in af.batches(state, until_epoch=2):
-            rows = torch.cat(batch.micro_batches)
-            for i, row in zip(batch.indices.tolist(), rows, strict=True):
-                assert row[0] == i
-                found[batch.epoch, i] = row
-        return found
-
-    expected = read(single(), af.chain())
-    assert len({tuple(row.tolist()) for row in expected.values()}) == 2 * n
-    setup = af.chain(af.shard_data(), af.accumulate(num_micro_batches=parts))
-    seen: dict[tuple[int, int], torch.Tensor] = {}
-    for part in simulate(size, lambda world: read(world, setup)):
-        seen |= part
-        assert all(torch.equal(row, expected[where]) for where, row in part.items())
-    assert seen.keys() == expected.keys()
-
-
 lengths = st.one_of(st.integers(1, 20), st.integers(21, 200))
 
 
@@ -147,24 +92,25 @@ def test_draws_are_of_a_place(data: af.Data, size: int, parts: int) -> None:
         return found
 
     expected = rows(single(), 0)
-    found: dict[tuple[int, int], list[float]] = {}
-    for part in simulate(size, lambda world: rows(world, 0)):
-        found |= part
-    assert found == expected
+    parts_of = simulate(size, lambda world: rows(world, 0))
+    assert {k: row for part in parts_of for k, row in part.items()} == expected
     other = rows(single(), 2**32)
     for column in zip(*expected.values(), *other.values(), strict=True):
         assert len(set(column)) == len(expected) + len(other)
 
 
 @given(
-    lengths=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    lengths=st.lists(st.integers(1, 9), min_size=2, max_size=3),
+    plainly=st.booleans(),
     size=st.integers(1, 3),
     ambient=st.integers(0, 3),
 )
-def test_draws_beside_data_that_draw_nothing(lengths, size, ambient):
-    """In a mix with tensors, augmentation draws from a place's key alone."""
-    drawn, plainly = Drawing(lengths[0]), torch.ones(lengths[1], 4).double()
-    data = af.Data.mix([drawn, plainly], global_batch_size=4, shuffle=True)
+def test_draws_of_a_mix(lengths, plainly, size, ambient):
+    """No two samples of a mix share a draw, beside tensors too, on any number of ranks."""
+    parts = [Drawing(n) for n in lengths]
+    if plainly:
+        parts[1] = torch.ones(lengths[1], 4).double()
+    data = af.Data.mix(parts, global_batch_size=4, shuffle=True)
 
     def rows(world: af.World) -> list[Any]:
         torch.manual_seed(ambient)
@@ -175,6 +121,7 @@ def test_draws_beside_data_that_draw_nothing(lengths, size, ambient):
 
     torch.manual_seed(7)
     expected = rows(single())
-    ranks = list(simulate(size, rows))
-    updates = zip(*ranks, strict=True)
+    updates = zip(*simulate(size, rows), strict=True)
     assert [[row for part in parts for row in part] for parts in updates] == expected
+    drawn = [row[1] for update in expected for row in update if row[1] != 1]
+    assert len(set(drawn)) == len(drawn)

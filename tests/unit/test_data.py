@@ -1,21 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Data`: any map-style dataset, in an order that is a function."""
+"""`Data` by index: arrays, tables, datasets of other libraries, mixes; what it refuses."""
 
 import itertools
 import math
+import re
+import tracemalloc
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
+from datasets.distributed import split_dataset_by_node
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import (
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
+    StackDataset,
     Subset,
     TensorDataset,
 )
@@ -23,42 +33,209 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.states import linear_state
+from tests.internals import tree_map
+from tests.states import bits, linear_state, read
 
 X = torch.arange(20.0).reshape(10, 2)
 Y = torch.arange(10)
+TEXTS = [str(index) for index in range(10)]
+ROWS = {"x": list(range(10)), "text": TEXTS}
+HF_ROWS = datasets.Dataset.from_dict(ROWS)
+TABLE = pd.DataFrame({"x": [1.0, 2.0, 3.0], "y": [0, 1, 0]}, index=[7, 8, 9])
 
 
-def make(data, **options):
-    """Return a small state over data."""
-    return linear_state(2, data=data, **options)
+def data_of(dataset, **options):
+    return af.Data(dataset, **{"global_batch_size": 4, **options})
 
 
-def read(data, epochs=1, **options):
-    """Return the batches of some epochs."""
-    return list(af.batches(make(data, **options), until_epoch=epochs))
+def values(dataset, **options):
+    """Return the values of an epoch."""
+    return [batch.value for batch in read(data_of(dataset, **options))]
 
 
-def indices(data, **options):
-    """Return the dataset indices of an epoch, a list a batch."""
-    return [batch.indices.tolist() for batch in read(data, **options)]
+# Arrays and tensors.
 
 
-class Items(Dataset):
-    """Samples one by one."""
+class Halved(TensorDataset):
+    """Changes rows, as an augmentation does."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("wrap", "workers"), [(lambda array: array, 1), (lambda a: {"x": {"y": a}}, 0)]
+)
+def test_memory_mapped_array(wrap, workers, tmp_path):
+    """An array on disk is read by row, shuffled too, in any container."""
+    X.numpy().tofile(tmp_path / "x")
+    array = np.memmap(tmp_path / "x", dtype=np.float32, mode="r", shape=(10, 2))
+    for batch in read(data_of(wrap(array), shuffle=True, num_workers=workers)):
+        value = batch.value if torch.is_tensor(batch.value) else batch.value["x"]["y"]
+        assert torch.equal(X[batch.indices], value)
+
+
+class Doubled(Subset):
+    """Changes items, as a transform on a part of a dataset does."""
+
+    def __getitem__(self, index):
+        return 2 * super().__getitem__(index)
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Many:
+    """Has all its items at once."""
 
     def __len__(self):
         return 10
 
     def __getitem__(self, index):
-        return X[index], int(Y[index])
+        return X[index]
+
+    def __getitems__(self, indices):
+        return list(X[indices])
 
 
-class Noisy(Items):
-    """Samples with noise drawn from torch's generator."""
+class OneByOne(Many):
+    """Changes items of such a one, and says nothing of many."""
 
     def __getitem__(self, index):
-        return X[index] + torch.rand(2), int(Y[index])
+        return 2 * super().__getitem__(index)
+
+
+class HandsOn:
+    """Changes items of a dataset, and has all else of it."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        return -self.dataset[index]
+
+    def __getattr__(self, name):
+        return getattr(self.dataset, name)
+
+
+KINDS = {
+    "list": (list(range(10, 20)), lambda i: 10 + i),
+    "range": (range(10, 20), lambda i: 10 + i),
+    "float16": (X.numpy().astype(np.float16), lambda i: X[i].half()),
+    "uint16": (X.to(torch.uint16), lambda i: X[i].to(torch.uint16)),
+    "backward": (X.flip(0).numpy()[::-1], lambda i: X[i]),
+    "broadcast": (np.broadcast_to(np.float32(1), (10, 2)), lambda _: torch.ones(2)),
+    "parameter": (nn.Parameter(X.clone()), lambda i: X[i]),
+    "sparse": (X.to_sparse(), lambda i: X[i]),
+    "concatenated": (ConcatDataset([list(X[:3]), list(X[3:])]), lambda i: X[i]),
+    "Subset of Subset": (
+        Subset(Subset(list(X), range(9, -1, -1)), range(9, -1, -1)),
+        lambda i: X[i],
+    ),
+    "Subset of Subset of rows": (
+        Subset(Subset(X, range(9, -1, -1)), range(9, -1, -1)),
+        lambda i: X[i],
+    ),
+    "Subset with items of its own": (Doubled(X, range(10)), lambda i: 2 * X[i]),
+    "tensors with items of their own": (Halved(X), lambda i: X[i] / 2),
+    "many at once": (Many(), lambda i: X[i]),
+    "items of its own, of one that has many at once": (OneByOne(), lambda i: 2 * X[i]),
+    "Subset of such a one": (
+        Subset(Doubled(list(X), range(9, -1, -1)), range(9, -1, -1)),
+        lambda i: 2 * X[i],
+    ),
+    "items of its own around a Subset": (
+        HandsOn(Subset(list(X), range(10))),
+        lambda i: -X[i],
+    ),
+    "Subset from the end": (Subset(X, range(-10, 0)), lambda i: X[i]),
+    "Subset by array": (Subset(X.numpy(), np.arange(10)), lambda i: X[i]),
+    "table": (pa.table({"x": X[:, 0].numpy()}), lambda i: {"x": X[i, 0]}),
+    "chunked table": (
+        pa.concat_tables([pa.table({"x": [i, i + 1]}) for i in range(0, 10, 2)]),
+        lambda i: {"x": torch.tensor(i)},
+    ),
+    "record batch": (
+        pa.RecordBatch.from_pydict({"x": list(range(10))}),
+        lambda i: {"x": torch.tensor(i)},
+    ),
+    "datasets": (HF_ROWS, lambda i: {"x": i, "text": str(i)}),
+    "datasets of torch": (
+        HF_ROWS.with_format("torch"),
+        lambda i: {"x": torch.tensor(i), "text": str(i)},
+    ),
+    "datasets of numpy": (
+        datasets.Dataset.from_dict({"x": list(range(10))}).with_format("numpy"),
+        lambda i: {"x": torch.tensor(i)},
+    ),
+}
+
+
+def is_same(batch, expected):
+    """Whether a collated value has these samples."""
+    if isinstance(batch, dict):
+        return all(is_same(batch[k], [e[k] for e in expected]) for k in expected[0])
+    if isinstance(batch, list):
+        return batch == expected
+    rows = torch.stack([torch.as_tensor(each) for each in expected])
+    return torch.equal(batch.to_dense().reshape(rows.shape), rows)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_sample_is_read_at_its_index(kind, shuffle):
+    """However it is stored, sample i is sample i, shuffled and in other processes too."""
+    (dataset, sample), seen = KINDS[kind], []
+    workers = 2 if kind in ("datasets", "table", "concatenated") and shuffle else 0
+    for batch in read(data_of(dataset, shuffle=shuffle, num_workers=workers)):
+        assert is_same(batch.value, [sample(i) for i in batch.indices.tolist()])
+        assert not getattr(batch.value, "requires_grad", False)
+        seen += batch.indices.tolist()
+    assert sorted(seen) == list(range(10))
+
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return torch.rand(1)
+
+
+def test_stacked_datasets_draw_by_sample():
+    """A StackDataset's noise does not depend on the batch size."""
+    small, large = (
+        values(StackDataset(a=Noisy()), global_batch_size=n) for n in (3, 10)
+    )
+    assert torch.equal(torch.cat([value["a"] for value in small]), large[0]["a"])
+
+
+def test_columns_of_a_table():
+    """Numbers and booleans become tensors, text and lists what torch's collate makes."""
+    rows = {"f": [0.5, 1.5], "b": [True, False], "t": ["a", "b"], "l": [[1, 2], [3, 4]]}
+    (value,) = values(pa.table(rows))
+    assert value["f"].tolist() == rows["f"]
+    assert value["b"].tolist() == rows["b"]
+    assert value["t"] == rows["t"]
+    assert torch.stack(value["l"]).T.tolist() == rows["l"]
+    assert values(pa.table(rows), collate=list)[0][1] == {
+        k: v[1] for k, v in rows.items()
+    }
+
+
+def test_rows_made_by_a_transform():
+    """A transform of datasets is called, and draws what (seed, epoch) says."""
+
+    def noisy(rows):
+        return {"y": [torch.rand(1) for _ in rows["x"]]}
+
+    rows = HF_ROWS.with_transform(noisy)
+    first, again = (torch.cat([v["y"] for v in values(rows)]) for _ in range(2))
+    assert torch.equal(first, again)
+    assert len(first.unique()) == 10
 
 
 class Stream(IterableDataset):
@@ -66,31 +243,17 @@ class Stream(IterableDataset):
         return iter(range(10))
 
 
+class Fewer(Noisy):
+    def __getitems__(self, wanted):
+        return [self[index] for index in wanted[1:]]
+
+
 class Endless(Dataset):
     def __getitem__(self, index):
         return index
 
 
-class OnlyLength:
-    def __len__(self):
-        return 10
-
-
-# What a dataset may be.
-
-
-@pytest.mark.parametrize("dataset", [(X, Y), TensorDataset(X, Y), Items()])
-def test_collate_gets_samples(dataset):
-    """A collate function of one's own gets a list of samples, of any dataset."""
-    collate = lambda samples: [int(y) for _, y in samples]  # noqa: E731
-    data = af.Data(dataset, global_batch_size=4, collate=collate)
-    assert [b.value for b in read(data)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
-# What it may not be.
-
-
-class OfLength:
+class OfLength(Endless):
     """A dataset that says any length."""
 
     def __init__(self, length):
@@ -99,164 +262,344 @@ class OfLength:
     def __len__(self):
         return self.length
 
-    def __getitem__(self, index):
-        return index
+
+class OnlyLength:
+    def __len__(self):
+        return 10
 
 
-REFUSED = {
-    "empty list": ([], "empty"),
-    "empty tensor": (torch.empty(0, 2), "empty"),
-    "empty tuple": ((), "empty"),
-    "empty dict": ({}, "empty"),
-    "empty Subset": (Subset(TensorDataset(X), []), "empty"),
-    "generator": ((i for i in range(3)), "generator can be read only once"),
-    "no length": (Endless(), "Endless.*no length.*__len__"),
-    "negative": (OfLength(-1), "OfLength has a __len__ that gives no length: .* >= 0"),
-    "huge": (OfLength(2**70), "OfLength has a __len__ that gives no length"),
-    "no index": (OnlyLength(), "OnlyLength.*index"),
-    "number": (3, "int.*index"),
-    "none": (None, "NoneType.*index"),
-    "uneven tensors": ((X, Y[:3]), r"\(10, 2\), \(3,\).*rows"),
-    "uneven dict": ({"x": X, "y": Y[:3]}, "rows"),
-    "scalar": (torch.tensor(1.0), "rows"),
-    "dict of lists": ({"x": [1, 2, 3]}, "dict"),
-}
+LONG_DOUBLES = np.arange(3, dtype=np.longdouble)
+REFUSED = [
+    ([], "empty"),
+    (torch.empty(0, 2), "empty"),
+    ((), "empty"),
+    ({}, "empty"),
+    (Subset(TensorDataset(X), []), "empty"),
+    (datasets.Dataset.from_dict({"x": []}), r"\(Dataset\) is empty"),
+    (pa.table({"x": []}), r"\(Table\) is empty"),
+    ((i for i in range(3)), "generator can be read only once"),
+    (Endless(), "Endless.*no length.*__len__"),
+    (OfLength(-1), "OfLength has a __len__ that gives no length: .* >= 0"),
+    (OfLength(2**70), "OfLength has a __len__ that gives no length"),
+    (OnlyLength(), "OnlyLength.*index"),
+    (3, "int.*index"),
+    (None, "NoneType.*index"),
+    ((X, Y[:3]), r"\(10, 2\), \(3,\).*rows"),
+    ({"x": X, "y": Y[:3]}, "rows"),
+    (torch.tensor(1.0), "rows"),
+    ({"x": [1, 2, 3]}, "dict"),
+    (LONG_DOUBLES, r"dtype '.*', which torch does not have. Pass array.astype"),
+    (np.arange(3, dtype=">f4"), r"array of dtype '>f4'.*astype"),
+    (np.ma.masked_array([1.0], [0]), r"no masked array.* Pass .*filled"),
+    (Subset(X, [3, 30]), "has the index 30, but its dataset has 10 samples"),
+    (Subset(X, [-11]), "has the index -11, but its dataset has 10 samples"),
+    (datasets.DatasetDict(train=HF_ROWS), "DatasetDict cannot be read by index"),
+    ({1, 2}, r"set has no order. Pass sorted\(dataset\)"),
+    (af.Data(X, global_batch_size=2), "the dataset is itself an af.Data"),
+    (TABLE, r"pandas indexes a table by names.*to_numpy"),
+    (TABLE["x"], r"pandas indexes a table by names.*to_numpy"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_datasets(case):
-    """A dataset that cannot be used is refused when `Data` is made, with its kind."""
-    dataset, words = REFUSED[case]
+@pytest.mark.parametrize(("dataset", "words"), REFUSED)
+def test_refused_when_data_is_made(dataset, words):
+    """What would be read wrongly is refused at once, with what to give instead."""
     with pytest.raises(af.errors.DataError, match=words) as caught:
         af.Data(dataset, global_batch_size=1)
     assert isinstance(caught.value, ValueError)
 
 
-def test_array_of_text():
-    """An array that no tensor can hold is read item by item, or refused by its kind."""
-    try:
-        data = af.Data(np.array(["a", "b", "c"]), global_batch_size=2, collate=list)
-    except af.errors.DataError as error:
-        assert "str" in str(error)  # noqa: PT017 - either of two ways is right
-        return
-    assert [batch.value for batch in read(data)] == [["a", "b"], ["c"]]
+OPTIONS = [
+    ("remainder", "wrap"),
+    ("remainder", None),
+    ("collate", 42),
+    ("order", 42),
+    ("order", SimpleNamespace(of_epoch=None)),
+    ("shuffle", "yes"),
+    ("shuffle", 1),
+    ("timeout", 0),
+    ("timeout", None),
+    ("timeout", math.nan),
+    ("timeout", math.inf),
+    ("timeout", True),
+    ("fingerprint", 3),
+]
 
 
-ARGUMENTS = {
-    "remainder wrap": {"remainder": "wrap"},
-    "remainder None": {"remainder": None},
-    "collate 42": {"collate": 42},
-    "order 42": {"order": 42},
-    "order half": {"order": SimpleNamespace(of_epoch=None)},
-    "shuffle yes": {"shuffle": "yes"},
-    "shuffle 1": {"shuffle": 1},
-    "timeout 0": {"timeout": 0},
-    "timeout None": {"timeout": None},
-    "timeout nan": {"timeout": math.nan},
-    "timeout inf": {"timeout": math.inf},
-    "timeout True": {"timeout": True},
-    "fingerprint 3": {"fingerprint": 3},
-}
-
-
-@pytest.mark.parametrize("case", ARGUMENTS)
-def test_bad_arguments(case):
+@pytest.mark.parametrize(("name", "value"), OPTIONS)
+def test_bad_options(name, value):
     """A count that is none, or an option that is unknown, is refused with its value."""
-    name = case.split(maxsplit=1)[0]
     with pytest.raises(af.errors.ArgumentError, match=rf"af\.Data\({name}=") as caught:
-        af.Data(X, **{"global_batch_size": 4, **ARGUMENTS[case]})
+        data_of(X, **{name: value})
     assert isinstance(caught.value, ValueError)
 
 
 def test_drop_that_leaves_nothing():
     """remainder="drop" with more samples a batch than there are is refused."""
+    words = r"global_batch_size=11.*drop.*10 samples.*smaller"
+    with pytest.raises(af.errors.DataError, match=words):
+        data_of(X, global_batch_size=11, remainder="drop")
+
+
+FAILING = {
+    "null": (
+        pa.table({"x": [1, None]}),
+        af.errors.DataError,
+        "Column 'x'.*null.*collate=",
+    ),
+    "no collate": (
+        pa.table({"x": pa.array([1, 2], pa.timestamp("s"))}),
+        TypeError,
+        "the column 'x'",
+    ),
+    "objects": ([object()], TypeError, r"dataset indices \[0\]"),
+    "fewer": (
+        Fewer(),
+        af.errors.DataError,
+        r"Fewer.__getitems__\(\[0, 1, 2, 3\]\) returned 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_refused_when_read(case):
+    """What cannot become a batch is named: a column, or the samples."""
+    dataset, kind, words = FAILING[case]
+    with pytest.raises(kind) as error:
+        values(dataset)
+    said = "\n".join([str(error.value), *getattr(error.value, "__notes__", ())])
+    assert re.search(words, said)
+
+
+# Streams of datasets.
+
+
+def streamed():
+    return HF_ROWS.to_iterable_dataset(num_shards=4)
+
+
+def numbers(samples):
+    return [sample["x"] for sample in samples]
+
+
+def stream_data(stream, **options):
+    return af.Data(stream, **{"global_batch_size": 3, "collate": numbers, **options})
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_of_datasets_resumes_at_every_batch(workers):
+    """Its own state, made plain, puts a fresh one at the very next sample."""
+    whole = read(stream_data(streamed()))
+    assert [b.value for b in whole] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    for done, batch in enumerate(whole[:-1], 1):
+        data = stream_data(streamed(), num_workers=workers)
+        rest = read(data, cursor=batch.cursor)
+        assert [b.value for b in rest] == [b.value for b in whole[done:]]
+
+
+def test_a_shuffle_buffer_is_not_resumed_from_its_state():
+    """datasets does not save its buffer: that is refused, or the stream is read again."""
+
+    def shuffled():
+        return streamed().shuffle(seed=1, buffer_size=3)
+
+    whole = read(stream_data(shuffled()))
+    cursor = whole[1].cursor
     with pytest.raises(
-        af.errors.DataError, match=r"global_batch_size=11.*drop.*10 samples.*smaller"
+        af.errors.DataError, match=r"shuffle buffer.*replay=True.*6 samples"
     ):
-        af.Data(X, global_batch_size=11, remainder="drop")
+        read(stream_data(shuffled()), cursor=cursor)
+    rest = read(stream_data(shuffled(), replay=True), cursor=cursor)
+    assert [b.value for b in rest] == [b.value for b in whole[2:]]
 
 
-# Order.
+def test_epochs_of_a_shuffled_stream_differ():
+    """set_epoch of datasets is called, so that each epoch has its own order."""
+    data = stream_data(streamed().shuffle(seed=1, buffer_size=10), global_batch_size=10)
+    first, second = (b.value for b in read(data, epochs=2))
+    assert sorted(first) == sorted(second) == ROWS["x"]
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda stream, world: stream.shard(world.size, world.rank),
+        lambda stream, world: split_dataset_by_node(stream, world.rank, world.size),
+    ],
+)
+def test_streams_sharded_by_datasets(part):
+    """Each rank reads its own part, and resumes in it; together they have each sample once."""
+
+    def run(world, cursors=None):
+        data = stream_data(part(streamed(), world), global_batch_size=4, sharded=True)
+        found = read(data, world=world, cursor=cursors and cursors[world.rank])
+        kept = [x for b in found for x in np.array(b.value)[~b.filler.numpy()].tolist()]
+        return kept, [b.value for b in found], found[0].cursor
+
+    whole = simulate(2, run).results
+    assert sorted(whole[0][0] + whole[1][0]) == ROWS["x"]
+    rest = simulate(2, lambda world: run(world, [each[2] for each in whole])).results
+    assert [each[1][1:] for each in whole] == [each[1] for each in rest]
+
+
+# Size.
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_any_number_of_samples_needs_no_memory(shuffle):
+    """An epoch over 10**12 samples starts, and resumes at 9 * 10**11, in 20 MB."""
+    state = linear_state(data=data_of(range(10**12), shuffle=shuffle))
+    tracemalloc.start()
+    first = next(iter(af.batches(state, until_epoch=1)))
+    later = af.seek(state, 9 * 10**11)
+    resumed = next(iter(af.batches(later, until_epoch=1)))
+    left = len(af.batches(later, until_epoch=1))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20_000_000
+    assert left == 10**11 // 4
+    for batch in (first, resumed):
+        assert batch.value.tolist() == batch.indices.tolist()
+        assert 0 <= batch.indices.min() <= batch.indices.max() < 10**12
+    if not shuffle:
+        assert resumed.indices[0] == 9 * 10**11
+
+
+class Gap:
+    """A dataset in which one sample cannot be read, if any."""
+
+    def __init__(self, bad=None):
+        self.bad = bad
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return {i: i for i in range(6) if i != self.bad}[index]
+
+
+@given(
+    picked=st.lists(st.permutations(range(6)), max_size=3),
+    bad=st.integers(0, 5),
+    batch_size=st.integers(1, 6),
+    mixed=st.booleans(),
+    collate=st.sampled_from([None, torch.utils.data.default_collate]),
+)
+def test_a_sample_that_cannot_be_read_is_named(picked, bad, batch_size, mixed, collate):
+    """By its index in the data, and by that in what has it, in subsets and beside others."""
+    dataset, place = Gap(bad), bad
+    for indices in picked:
+        dataset, place = Subset(dataset, indices), indices.index(place)
+    options = {"global_batch_size": batch_size, "collate": collate}
+    data = (
+        af.Data.mix([Gap(), dataset], **options)
+        if mixed
+        else af.Data(dataset, **options)
+    )
+    with pytest.raises(KeyError) as error:
+        read(data, epochs=2)
+    assert [note for note in error.value.__notes__ if "simulated" not in note] == [
+        f"Gap[{bad}] raised this error. It is the sample at dataset index {place}.",
+        *["The sample is in dataset 1 of the mix."] * mixed,
+    ]
+
+
+# Datasets made of tensors.
+
+ROWS_OF_TENSORS = {
+    "a tensor": X,
+    "a tuple": (X, X[:, 0].double()),
+    "a dict": {"x": X, "y": X[:, 1].bfloat16()},
+    "a tensor beside a dict": (X, {"y": X[:, 1], "z": [X[:, 0].long()]}),
+    "a dict beside a tensor": ({"y": X[:, 1]}, X),
+    "TensorDataset": TensorDataset(X, X[:, 0]),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS_OF_TENSORS)
+@pytest.mark.parametrize("parts", [[], [10], [3, 7]], ids=["whole", "Subset", "mix"])
+def test_a_batch_of_tensors_has_the_containers_of_the_dataset(kind, parts):
+    """Of tensors in any containers, each has its rows, where it stood, in its dtype."""
+    rows, ends = ROWS_OF_TENSORS[kind], np.cumsum([0, *parts])
+    subsets = [Subset(rows, range(a, b)) for a, b in itertools.pairwise(ends)]
+    options = {"global_batch_size": 4, "shuffle": True}
+    data = (
+        af.Data.mix(subsets, **options)
+        if len(subsets) > 1
+        else af.Data(*subsets or [rows], **options)
+    )
+    given = rows.tensors if isinstance(rows, TensorDataset) else rows
+    for batch in read(data):
+        expected = tree_map(lambda leaf, b=batch: leaf[b.indices], given)
+        assert bits(batch.value) == bits(expected)
+
+
+mix = partial(af.Data.mix, global_batch_size=4)
+DRAWING = {
+    "tensors": (data_of(X), False),
+    "table": (data_of(pa.table({"x": X[:, 0].numpy()})), False),
+    "mix of tensors": (mix([X, X]), False),
+    "items": (data_of(Noisy()), True),
+    "mix, first items": (mix([Noisy(), X[:, :1]]), True),
+    "mix, then items": (mix([X[:, :1], Noisy()]), True),
+    "collate": (data_of(X, collate=len), True),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWING)
+def test_what_draws_waits_for_a_thread_that_draws(kind):
+    """What runs code of the user's may draw, and is refused meanwhile; tensors are read."""
+    data, may_draw = DRAWING[kind]
+    state = linear_state(data=data)
+
+    def rows_read():
+        return [batch.num_samples for batch in af.batches(state, until_epoch=1)]
+
+    expected, block = rows_read(), af.fork_rng(state, "noise")
+    with ThreadPoolExecutor(1) as other:
+        with block:
+            with af.fork_rng(state, "more"):  # a block in a block of the same thread
+                error = other.submit(rows_read).exception()
+            drawn = torch.rand(2)
+        after = other.submit(rows_read).result()  # though the block is still there
+        with block:
+            assert torch.equal(drawn, torch.rand(2))
+    assert after == expected
+    if may_draw:
+        assert isinstance(error, af.errors.WorldError)
+        assert "while another thread of this process uses" in str(error)
+    else:
+        assert error is None
+
+
+# Order, samplers and loaders.
+
+
+@pytest.mark.parametrize("dataset", [(X, Y), TensorDataset(X, Y), list(zip(X, Y))])  # noqa: B905 - of one length
+def test_collate_gets_samples(dataset):
+    """A collate function of one's own gets a list of samples, of any dataset."""
+    found = values(dataset, collate=lambda samples: [int(y) for _, y in samples])
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 def test_shuffle_moves_samples_far():
     """A shuffled order keeps next to no neighbours together."""
-    data = af.Data(range(1000), global_batch_size=1000, shuffle=True, collate=len)
-    (drawn,) = indices(data)
-    kept = sum(b - a == 1 for a, b in itertools.pairwise(drawn))
-    assert kept < 10
-
-
-# Workers.
-
-
-def test_augmentation_leaves_the_generator():
-    """Reading draws nothing from the process's own generator."""
-    random = torch.get_rng_state()
-    legacy = np.random
-    legacy.seed(3)
-    pair = legacy.randn(2)
-    legacy.seed(3)
-    legacy.randn()  # numpy keeps the second number of the pair
-    read(af.Data(Noisy(), global_batch_size=4, shuffle=True))
-    assert legacy.randn() == pair[1]
-    assert torch.equal(random, torch.get_rng_state())
-
-
-# From a DataLoader.
+    (batch,) = read(data_of(range(1000), global_batch_size=1000, shuffle=True))
+    assert (batch.indices.diff() == 1).sum() < 10
 
 
 @pytest.mark.parametrize("options", [{}, {"global_batch_size": 2}])
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_batches_of_a_loader_are_no_samples(kind, options):
     """A loader in place of a dataset is refused with the ways to give it."""
-    for loader in (kind(Items(), batch_size=5), kind(Items(), batch_sampler=[[1]])):
-        with pytest.raises(
-            af.errors.ArgumentError, match=rf"a {kind.__name__} returns batches"
-        ) as e:
+    words = rf"a {kind.__name__} returns batches(.|\n)*af.Data.from_loader\(loader\) or TrainSt"
+    for loader in (kind(X, batch_size=5), kind(X, batch_sampler=[[1]])):
+        with pytest.raises(af.errors.ArgumentError, match=words):
             af.Data(loader, **options)
-        assert "af.Data.from_loader(loader) or TrainState.create(data=loader)" in str(
-            e.value
-        )
 
 
-class Drawn(Dataset):
-    """Samples that are drawn at random, each after its dataset's number and its own."""
-
-    def __init__(self, which, length):
-        self.which, self.length = which, length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return self.which, index, float(torch.rand((), dtype=torch.float64))
-
-
-@given(
-    lengths=st.lists(st.integers(1, 5), min_size=2, max_size=3),
-    size=st.integers(1, 3),
-    batch_size=st.integers(1, 6),
-)
-def test_what_samples_of_a_mix_draw(lengths, size, batch_size):
-    """No two samples of a mix share a draw, and ranks draw what one process does."""
-    parts = [Drawn(which, length) for which, length in enumerate(lengths)]
-    data = af.Data.mix(parts, global_batch_size=batch_size)
-
-    def epoch(world):
-        state = make(data, world=world, setup=af.shard_data())
-        return [
-            sample
-            for batch in af.batches(state, until_epoch=1)
-            for sample in af.all_gather_valid(
-                torch.stack([each.double() for each in batch.value], 1), batch, world
-            ).tolist()
-        ]
-
-    (expected,) = simulate(1, epoch)
-    assert len({draw for *_, draw in expected}) == sum(lengths)
-    for found in simulate(size, epoch):
-        assert found == expected
+# What ranks compare.
 
 
 class Counted(Dataset):
@@ -278,8 +621,7 @@ def test_ranks_look_once_at_what_is_alike():
 
     def each_rank(world):
         dataset = Counted()
-        data = af.Data(dataset, global_batch_size=4)
-        af.evaluate(make(None, world=world), data, lambda *_: 1.0)
+        af.evaluate(linear_state(world=world), data_of(dataset), lambda *_: 1.0)
         return dataset.reads
 
     first, second = simulate(2, each_rank)
@@ -308,9 +650,8 @@ def test_samples_of_as_many_parts_as_chance_has_it_are_no_difference():
     def told(make_data):
         def each_rank(world):
             try:
-                af.evaluate(
-                    make(None, world=world), make_data(world.rank), lambda *_: 1.0
-                )
+                data = make_data(world.rank)
+                af.evaluate(linear_state(world=world), data, lambda *_: 1.0)
             except af.errors.ReplicaMismatchError as error:
                 return str(error)
             return ""
@@ -361,22 +702,6 @@ def test_data_are_known_by_the_numbers_of_any_tensor(kind):
     assert one == again != other
 
 
-class Unending:
-    """A sampler without a length."""
-
-    def __iter__(self):
-        return itertools.count()
-
-
-def test_a_sampler_has_a_length():
-    """One of a loader that says none is refused as its data are made, by its class."""
-    loader = DataLoader(X, sampler=Unending(), batch_size=2)
-    with pytest.raises(
-        af.errors.DataError, match="Unending has no length.* a method __len__"
-    ):
-        _ = af.Data.from_loader(loader).updates_per_epoch
-
-
 @pytest.mark.parametrize("num_shares", [1, 3])
 def test_a_plan_has_one_of_its_shares(num_shares):
     """The last is one less than there are; the next is refused with which there are."""
@@ -387,30 +712,24 @@ def test_a_plan_has_one_of_its_shares(num_shares):
         af.typing.Plan(rank=num_shares, num_shares=num_shares)
 
 
-PRINTED = {
-    "<Data of a stream (Stream), batches of 4>": lambda: af.Data(
-        Stream(), global_batch_size=4
-    ),
-    "<Data of 10 samples (Tensor), batches by list>": lambda: af.Data(
-        X, batch_sampler=[[0, 1], [2]]
-    ),
-    "<Data of 10 samples (Tensor), shuffled, batches of 4>": lambda: af.Data(
-        X, global_batch_size=4, shuffle=True
-    ),
-    "<Data of 10 samples (Tensor), own order backwards, batches of 4>": lambda: af.Data(
-        X, global_batch_size=4, order=backwards
-    ),
-    "<Data of 10 samples (Tensor), own order, batches of 4>": lambda: af.Data(
-        X, global_batch_size=4, order=partial(backwards)
-    ),
-}
-
-
 def backwards(*_, n=10):
     return range(n - 1, -1, -1)
+
+
+PRINTED = {
+    "a stream (Stream), batches of 4": (Stream(), {}),
+    "10 samples (Tensor), batches by list": (
+        X,
+        {"batch_sampler": [[0, 1], [2]], "global_batch_size": None},
+    ),
+    "10 samples (Tensor), shuffled, batches of 4": (X, {"shuffle": True}),
+    "10 samples (Tensor), own order backwards, batches of 4": (X, {"order": backwards}),
+    "10 samples (Tensor), own order, batches of 4": (X, {"order": partial(backwards)}),
+}
 
 
 @pytest.mark.parametrize("text", PRINTED)
 def test_data_are_printed_by_what_they_are(text):
     """Of any kind: how many samples, of which dataset, in which order and batches."""
-    assert repr(PRINTED[text]()) == text
+    dataset, options = PRINTED[text]
+    assert repr(data_of(dataset, **options)) == f"<Data of {text}>"
