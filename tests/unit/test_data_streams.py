@@ -2,6 +2,7 @@
 """Streams as data: empty, too short, without state, resumed, sharded; what is said of each."""
 
 import logging
+from functools import partial
 
 import attrs
 import pytest
@@ -14,7 +15,7 @@ import accelfn as af
 from accelfn.testing import simulate
 from tests.internals import reading
 from tests.laws.reading import Remembering
-from tests.states import linear_state
+from tests.states import linear_state, read
 
 
 class Plain(IterableDataset):
@@ -25,6 +26,14 @@ class Plain(IterableDataset):
 
     def __iter__(self):
         return iter([torch.tensor([float(i)]) for i in range(self.n)])
+
+
+def of(stream, size=4, **options):
+    return af.Data(stream, global_batch_size=size, **options)
+
+
+def refused(words):
+    return pytest.raises(af.errors.DataError, match=words)
 
 
 class Promising(Plain):
@@ -58,17 +67,6 @@ class Stateful(Plain):
         self.place = state["place"]
 
 
-def make(data, world=None, cursor=None):
-    """Return a small state over data, at a cursor."""
-    state = linear_state(data=data, world=world, setup=af.shard_data())
-    return state if cursor is None else attrs.evolve(state, cursor=cursor)
-
-
-def read(data, epochs=1, **options):
-    """Return the batches of some epochs."""
-    return list(af.batches(make(data, **options), until_epoch=epochs))
-
-
 def flat(batches):
     """Return the values of batches, a list a batch."""
     return [batch.value.reshape(-1).tolist() for batch in batches]
@@ -89,47 +87,30 @@ UNSHARDED = [name for name in WAYS if not name.startswith("sharded")]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_empty_stream(way):
-    """A stream without samples is refused as it is read, whoever reads it."""
-    with pytest.raises(af.errors.DataError, match="no sample in epoch 0"):
-        read(af.Data(Plain(0), global_batch_size=2, **WAYS[way]))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_stream_that_says_that_it_is_empty(way):
-    """One whose length is 0 is refused when `Data` is made."""
-    with pytest.raises(
-        af.errors.DataError, match=r"the dataset \(Promising\) is empty"
-    ):
-        af.Data(Promising(0, 0), global_batch_size=2, **WAYS[way])
+    """A stream without samples is refused as it is made or read, whoever reads it."""
+    with refused("no sample in epoch 0"):
+        read(of(Plain(0), **WAYS[way]))
+    with refused(r"the dataset \(Promising\) is empty"):
+        of(Promising(0, 0), **WAYS[way])
 
 
 def test_an_iterator_in_disguise():
     """One that ends for good is refused in its second epoch, and told apart if it can be."""
 
     class Once:
-        def __init__(self):
-            self.samples = iter([1, 2])
+        samples = iter([1, 2])
 
         def __iter__(self):
             return self.samples
 
-    with pytest.raises(
-        af.errors.DataError, match=r"no sample in epoch 1.*at each call of __iter__"
-    ):
-        read(af.Data(Once(), global_batch_size=2), epochs=2)
+    with refused(r"no sample in epoch 1.*at each call of __iter__"):
+        read(of(Once()), epochs=2)
 
 
 def test_a_rank_without_samples():
     """Of ranks with streams of their own, one without is named, with all their counts."""
-    words = r"rank 0 of 2 has no sample in epoch 0.*: \[0, 1\]"
-    with pytest.raises(af.errors.DataError, match=words):
-        simulate(
-            2,
-            lambda world: read(
-                af.Data(Plain(3 * world.rank), global_batch_size=2, sharded=True),
-                world=world,
-            ),
-        )
+    with refused(r"rank 0 of 2 has no sample in epoch 0.*: \[0, 1\]"):
+        simulate(2, lambda w: read(of(Plain(3 * w.rank), 2, sharded=True), world=w))
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
@@ -137,9 +118,7 @@ def test_fewer_samples_than_ranks(dispatch):
     """Ranks beyond the samples take part with weight 0, or with repeats if it is padded."""
 
     def run(remainder):
-        data = af.Data(
-            Plain(2), global_batch_size=4, remainder=remainder, dispatch=dispatch
-        )
+        data = of(Plain(2), remainder=remainder, dispatch=dispatch)
         return simulate(
             4,
             lambda world: [
@@ -151,9 +130,7 @@ def test_fewer_samples_than_ranks(dispatch):
     counts = [[(0.0, (1,), [False])], [(1.0, (1,), [False])]]
     assert run("short") == (*counts, *[[(1.0, (0,), [True])]] * 2)
     assert run("pad") == (*counts, [(0.0, (1,), [True])], [(1.0, (1,), [True])])
-    with pytest.raises(
-        af.errors.DataError, match="2 samples, so every batch would be dropped"
-    ):
+    with refused("2 samples, so every batch would be dropped"):
         run("drop")
 
 
@@ -170,61 +147,59 @@ def test_fewer_samples_than_ranks(dispatch):
 )
 def test_a_length_that_is_not_kept(n, says, words, way, remainder):
     """A stream shorter or longer than its `__len__` is refused with both numbers."""
-    data = af.Data(
-        Promising(n, says), global_batch_size=2, remainder=remainder, **WAYS[way]
-    )
-    with pytest.raises(
-        af.errors.DataError, match=rf"Promising {words} samples in epoch 0.*__len__"
-    ):
+    data = of(Promising(n, says), 2, remainder=remainder, **WAYS[way])
+    with refused(rf"Promising {words} samples in epoch 0.*__len__"):
         read(data)
 
 
-@pytest.mark.parametrize(("n", "says"), [(3, 5), (7, 5)])
-def test_a_length_that_a_rank_does_not_keep(n, says):
+@pytest.mark.parametrize("n", [3, 7])
+def test_a_length_that_a_rank_does_not_keep(n):
     """So is a rank's own stream, on the rank that reads it."""
-    with pytest.raises(af.errors.DataError, match=rf"Promising has the length {says}"):
-        read(af.Data(Promising(n, says), global_batch_size=2, sharded=True))
-    assert read(af.Data(Promising(5, 5), global_batch_size=2, sharded=True))
+    with refused("Promising has the length 5"):
+        read(of(Promising(n, 5), 2, sharded=True))
+    assert read(of(Promising(5, 5), 2, sharded=True))
 
 
 @pytest.mark.parametrize("way", UNSHARDED)
 def test_a_length_that_is_kept(way):
     """`len` is what is read."""
-    data = af.Data(Promising(7, 7), global_batch_size=2, **WAYS[way])
+    data = of(Promising(7, 7), 2, **WAYS[way])
+    state = linear_state(data=data)
     assert len(data) == 7
-    assert len(af.batches(make(data), until_epoch=2)) == len(read(data, epochs=2)) == 8
-    assert (
-        len(af.batches(make(data, cursor=af.typing.Cursor(0, 4)), until_epoch=1)) == 2
-    )
+    assert len(af.batches(state, until_epoch=2)) == len(read(data, epochs=2)) == 8
+    later = attrs.evolve(state, cursor=af.typing.Cursor(0, 4))
+    assert len(af.batches(later, until_epoch=1)) == 2
 
 
 @pytest.mark.parametrize("data", [Plain(3), Promising(3, 3)])
 def test_streams_that_have_no_length(data):
     """One without `__len__`, or a rank's own, has none to ask for; `list` does without."""
-    options = {"sharded": isinstance(data, Promising)}
-    data = af.Data(data, global_batch_size=2, **options)
+    data = of(data, 2, sharded=isinstance(data, Promising))
     for ask in (len, lambda each: each.updates_per_epoch, lambda e: e.num_updates(2)):
         with pytest.raises(af.errors.LengthError, match="has no known length") as error:
             ask(data)
         assert isinstance(error.value, (TypeError, ValueError))
     with pytest.raises(af.errors.LengthError):
-        len(af.batches(make(data), until_epoch=1))
-    assert flat(list(af.batches(make(data), until_epoch=1))) == [[0, 1], [2]]
+        len(af.batches(linear_state(data=data), until_epoch=1))
+    assert flat(read(data)) == [[0, 1], [2]]
 
 
 # Going on.
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_without_state_there_is_no_going_on(way):
-    """Resuming a stream without state is refused, with what to do and what it costs."""
-    data = af.Data(Plain(10), global_batch_size=4, **WAYS[way])
-    cursor = read(data)[0].cursor
+def test_without_state_a_stream_is_read_again(way, caplog):
+    """Or refused: with replay=True the rest is the very one, and one line says the cost."""
+    stream, whole = Plain(10), read(of(Plain(10), **WAYS[way]))
     words = r"Plain is a stream without a state.*sample 4 of epoch 0.*state_dict\(\).*"
-    with pytest.raises(
-        af.errors.DataError, match=words + r"replay=True\), which reads 4 samples"
-    ):
-        read(data, cursor=cursor)
+    with refused(words + r"replay=True\), which reads 4 samples"):
+        read(of(stream, **WAYS[way]), cursor=whole[0].cursor)
+    with caplog.at_level(logging.WARNING, "accelfn"):
+        rest = read(of(stream, replay=True, **WAYS[way]), cursor=whole[0].cursor)
+    assert flat(rest) == flat(whole[1:]) == [[4, 5, 6, 7], [8, 9]]
+    if way != "sharded workers":  # there, the worker says it
+        (line,) = [r.getMessage() for r in caplog.records if r.name == "accelfn"]
+        assert line == "Reading the first 4 samples of Plain again, to resume."
 
 
 @pytest.mark.parametrize("half", ["state_dict", "load_state_dict"])
@@ -232,122 +207,79 @@ def test_half_a_state_is_none(half):
     """A stream that can only say where it stands, or only be put there, goes on nowhere."""
     stream = Plain(10)
     setattr(stream, half, lambda *_: {})
-    data = af.Data(stream, global_batch_size=4)
-    cursor = read(data)[0].cursor
-    with pytest.raises(af.errors.DataError, match="is a stream without a state"):
-        read(data, cursor=cursor)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_reading_again(way, caplog):
-    """With replay=True the rest is the very one, and one line says what it costs."""
-    data = af.Data(Plain(10), global_batch_size=4, replay=True, **WAYS[way])
-    whole = read(data)
-    with caplog.at_level(logging.WARNING, "accelfn"):
-        rest = read(data, cursor=whole[0].cursor)
-    assert flat(rest) == flat(whole[1:]) == [[4, 5, 6, 7], [8, 9]]
-    if way != "sharded workers":  # there, the worker says it
-        (line,) = [r.getMessage() for r in caplog.records if r.name == "accelfn"]
-        assert line == "Reading the first 4 samples of Plain again, to resume."
+    cursor = read(of(stream))[0].cursor
+    with refused("is a stream without a state"):
+        read(of(stream), cursor=cursor)
 
 
 def test_reading_again_on_ranks(caplog):
     """One line for all ranks, not one each."""
-    data = af.Data(Plain(10), global_batch_size=4, replay=True)
+    data, cursor = of(Plain(10), replay=True), af.typing.Cursor(0, 4)
     with caplog.at_level(logging.WARNING, "accelfn"):
-        simulate(
-            3, lambda world: read(data, world=world, cursor=af.typing.Cursor(0, 4))
-        )
+        simulate(3, lambda world: read(data, world=world, cursor=cursor))
     assert sum(r.name == "accelfn" for r in caplog.records) == 1
 
 
 def test_seeking_in_a_stream():
     """A place that no state was taken at is refused, or read up to; not within a rank's own."""
-    words = r"has no state of the stream Stateful.*af\.seek.*replay=True"
-    stateful = af.Data(Stateful(10), global_batch_size=4)
-    with pytest.raises(af.errors.DataError, match=words):
-        list(af.batches(af.seek(make(stateful), 3), until_epoch=1))
-    again = af.Data(Stateful(10), global_batch_size=4, replay=True)
-    rest = flat(af.batches(af.seek(make(again), 3), until_epoch=1))
+    cursor = af.typing.Cursor(0, 3)
+    with refused(r"has no state of the stream Stateful.*af\.seek.*replay=True"):
+        read(of(Stateful(10)), cursor=cursor)
+    rest = flat(read(of(Stateful(10), replay=True), cursor=cursor))
     assert rest == [[3, 4, 5, 6], [7, 8, 9]]
     for replay in (False, True):
-        own = af.Data(Stateful(10), global_batch_size=4, sharded=True, replay=replay)
-        with pytest.raises(
-            af.errors.DataError, match="has no state of the ranks' streams"
-        ):
-            list(af.batches(af.seek(make(own), 4), until_epoch=1))
+        with refused("has no state of the ranks' streams"):
+            read(of(Stateful(10), sharded=True, replay=replay), cursor=cursor)
 
 
 @pytest.mark.parametrize("way", UNSHARDED)
 def test_going_on_behind_the_end(way):
     """A cursor that the stream does not reach is refused."""
-    data = af.Data(Stateful(10), global_batch_size=4, replay=True, **WAYS[way])
-    with pytest.raises(af.errors.DataError, match="has no more samples at sample 40"):
+    data = of(Stateful(10), replay=True, **WAYS[way])
+    with refused("has no more samples at sample 40"):
         read(data, cursor=af.typing.Cursor(0, 40))
 
 
 def test_another_number_of_workers():
     """Workers with parts of their own cannot be resumed by another number of them."""
-    data = af.Data(Stateful(10), global_batch_size=2, sharded=True, num_workers=1)
+    data = of(Stateful(10), 2, sharded=True, num_workers=1)
     cursor = read(data)[0].cursor
-    with pytest.raises(
-        af.errors.DataError, match=r"1 workers per rank read.*resume with 0"
-    ):
+    with refused(r"1 workers per rank read.*resume with 0"):
         read(attrs.evolve(data, num_workers=0), cursor=cursor)
 
 
+items = partial(StatefulDataLoader, batch_size=None)
+nodes = torchdata.nodes
 STREAMS = {
-    "own": (lambda: Stateful(10), {}),
-    "own, sharded": (lambda: Stateful(10), {"sharded": True}),
-    "own, workers": (lambda: Stateful(10), {"num_workers": 2}),
-    "own, dispatched": (lambda: Stateful(10), {"dispatch": True}),
-    "StatefulDataLoader": (
-        lambda: StatefulDataLoader(Stateful(10), batch_size=None),
-        {},
-    ),
-    "StatefulDataLoader, items": (
-        lambda: StatefulDataLoader(torch.arange(10.0), batch_size=None),
-        {},
-    ),
-    "StatefulDataLoader, shuffled": (
-        lambda: StatefulDataLoader(torch.arange(10.0), batch_size=None, shuffle=True),
-        {},
-    ),
-    "StatefulDataLoader, workers": (
-        lambda: StatefulDataLoader(Stateful(10), batch_size=None, num_workers=1),
-        {},
-    ),
-    "nodes": (
-        lambda: torchdata.nodes.Loader(torchdata.nodes.IterableWrapper(range(10))),
-        {},
-    ),
-    "nodes, threads": (
-        lambda: torchdata.nodes.Loader(
-            torchdata.nodes.ParallelMapper(
-                torchdata.nodes.IterableWrapper(range(10)), abs, num_workers=1
-            )
-        ),
-        {},
+    "own": lambda: of(Stateful(10)),
+    "own, sharded": lambda: of(Stateful(10), sharded=True),
+    "own, workers": lambda: of(Stateful(10), num_workers=2),
+    "own, dispatched": lambda: of(Stateful(10), dispatch=True),
+    "StatefulDataLoader": lambda: of(items(Stateful(10))),
+    "StatefulDataLoader, items": lambda: of(items(torch.arange(10.0))),
+    "StatefulDataLoader, shuffled": lambda: of(items(torch.arange(10.0), shuffle=True)),
+    "StatefulDataLoader, workers": lambda: of(items(Stateful(10), num_workers=1)),
+    "nodes": lambda: of(nodes.Loader(nodes.IterableWrapper(range(10)))),
+    "nodes, threads": lambda: of(
+        nodes.Loader(
+            nodes.ParallelMapper(nodes.IterableWrapper(range(10)), abs, num_workers=1)
+        )
     ),
 }
+SHARDS = af.shard_data()
 STEP = af.make_step(lambda model, x: model(x.reshape(-1, 1).float()).square().mean())
 
 
-@pytest.mark.parametrize("done", [1, 2, 3, 4])
+@pytest.mark.parametrize("done", [2, 4])
 @pytest.mark.parametrize("name", STREAMS)
 def test_resumed_from_a_checkpoint(name, done, tmp_path):
     """A fresh stream put where the saved one stood gives the very rest, in later epochs too."""
-    make_stream, options = STREAMS[name]
-
-    def data():
-        return af.Data(make_stream(), global_batch_size=4, **options)
-
-    whole = flat(read(data(), epochs=2))
-    state = make(data())
+    whole = flat(read(STREAMS[name](), epochs=2))
+    state = linear_state(data=STREAMS[name]())
     for batch, _ in zip(af.batches(state, until_epoch=2), range(done), strict=False):
         state, _ = STEP(state, batch)
     af.save(state, tmp_path / "saved")
-    later = af.load(make(data()), tmp_path / "saved")
+    later = af.load(linear_state(data=STREAMS[name]()), tmp_path / "saved")
     assert len(whole) == 6
     assert flat(af.batches(later, until_epoch=2)) == whole[done:]
 
@@ -359,7 +291,7 @@ def test_a_state_that_is_no_plain_data(tmp_path):
         def state_dict(self):
             return {"place": self.place, "seen": {1, 2}}
 
-    state = make(af.Data(Objects(10), global_batch_size=4))
+    state = linear_state(data=of(Objects(10)))
     state, _ = STEP(state, next(iter(af.batches(state))))
     with pytest.raises(af.errors.Error, match=r"seen is a set, but only tensors"):
         af.save(state, tmp_path / "saved")
@@ -367,49 +299,35 @@ def test_a_state_that_is_no_plain_data(tmp_path):
 
 # What excludes each other.
 
-REFUSED = {
-    "shuffle": ({"shuffle": True}, "its own order.*Shuffle inside the stream"),
-    "order": ({"order": lambda *_: []}, "its own order"),
-    "budget": (
+LISTS = {"global_batch_size": None, "batch_sampler": [[0]]}
+REFUSED = [
+    ({"shuffle": True}, "its own order.*Shuffle inside the stream"),
+    ({"order": lambda *_: []}, "its own order"),
+    (
         {"global_batch_size": af.token_budget([1], limit=1)},
         "integer global_batch_size",
     ),
-    "batch_sampler": (
-        {"global_batch_size": None, "batch_sampler": [[0]]},
-        "integer global_batch_size",
+    (LISTS, "integer global_batch_size"),
+    ({"sharded": True, "dispatch": True}, "Leave out dispatch="),
+    ({"sharded": True, "remainder": "pad"}, "Leave out .*remainder="),
+    ({"dispatch": True, "num_workers": 2}, "num_workers=2.*one process reads"),
+    ({"sharded": "yes"}, "sharded='yes'.*True or False"),
+    (
+        {"dataset": DataLoader(Plain(3), batch_size=None), "num_workers": 1},
+        "use workers inside the stream",
     ),
-    "both": ({"sharded": True, "dispatch": True}, "Leave out dispatch="),
-    "padded": ({"sharded": True, "remainder": "pad"}, "Leave out .*remainder="),
-    "workers": (
-        {"dispatch": True, "num_workers": 2},
-        "num_workers=2.*one process reads",
+    *(
+        ({"dataset": [1, 2], name: True}, rf"{name}=True.*read by index.*Leave it out")
+        for name in ("sharded", "dispatch", "replay")
     ),
-    "a word": ({"sharded": "yes"}, "sharded='yes'.*True or False"),
-}
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_options_that_a_stream_cannot_have(case):
-    """Options that exclude each other are refused with what to leave out."""
-    options, words = REFUSED[case]
+@pytest.mark.parametrize(("options", "words"), REFUSED)
+def test_options_that_exclude_each_other(options, words):
+    """Options that a stream, or that only a stream can have, are refused with what to do."""
     with pytest.raises(af.errors.ArgumentError, match=words):
-        af.Data(Plain(3), **{"global_batch_size": 2, **options})
-
-
-@pytest.mark.parametrize("name", ["sharded", "dispatch", "replay"])
-def test_options_that_only_a_stream_can_have(name):
-    """What is read by index is no stream."""
-    with pytest.raises(
-        af.errors.ArgumentError, match=rf"{name}=True.*read by index.*Leave it out"
-    ):
-        af.Data([1, 2], global_batch_size=1, **{name: True})
-
-
-def test_a_loader_with_workers_is_not_read_by_workers():
-    """A DataLoader as the stream has workers of its own."""
-    loader = DataLoader(Plain(3), batch_size=None)
-    with pytest.raises(af.errors.ArgumentError, match="use workers inside the stream"):
-        af.Data(loader, global_batch_size=2, num_workers=1)
+        af.Data(**{"dataset": Plain(3), "global_batch_size": 2, **options})
 
 
 @pytest.mark.parametrize("kind", [KeyError, af.errors.DataError, MemoryError])
@@ -422,11 +340,8 @@ def test_a_dispatched_stream_that_raises(kind):
             raise kind("shard 7")
 
     def rank(world):
-        batches = iter(
-            af.batches(
-                make(af.Data(Breaks(9), global_batch_size=4, dispatch=True), world)
-            )
-        )
+        data = of(Breaks(9), dispatch=True)
+        batches = iter(af.batches(linear_state(data=data, world=world, setup=SHARDS)))
         next(batches)
         with pytest.raises(kind if world.is_main else af.errors.DataError) as caught:
             next(batches)
@@ -435,9 +350,8 @@ def test_a_dispatched_stream_that_raises(kind):
     own, *told = simulate(3, rank)
     assert "shard 7" in own
     for each in told:
-        assert each.startswith(
-            f"Rank 0, which reads the data for all ranks, failed: {kind.__name__}"
-        )
+        said = f"Rank 0, which reads the data for all ranks, failed: {kind.__name__}"
+        assert each.startswith(said)
         assert "shard 7" in each
 
 
@@ -458,7 +372,7 @@ class Keeps(Stateful):
 
 def test_a_stream_does_not_change_a_cursor():
     """Whatever it does to the dict that it is given, a state can be read again from there."""
-    data = af.Data(Keeps(10), global_batch_size=2)
+    data = of(Keeps(10), 2)
     cursor = read(data)[1].cursor
     rest = flat(read(data, cursor=cursor))
     assert rest == flat(read(data, cursor=cursor)) == [[4, 5], [6, 7], [8, 9]]
@@ -479,7 +393,7 @@ class Turning(Plain):
 
 def test_a_resumed_epoch_is_filled_from_its_own_beginning():
     """Padding repeats the samples with which this epoch began, not those of another."""
-    data = af.Data(Turning(7), global_batch_size=3, remainder="pad", replay=True)
+    data = of(Turning(7), 3, remainder="pad", replay=True)
     whole = flat(read(data, epochs=3))
     assert whole[5] == [1.0, 2.0, 3.0]
     for epoch in range(3):
@@ -489,7 +403,7 @@ def test_a_resumed_epoch_is_filled_from_its_own_beginning():
 
 def test_a_worker_that_had_ended_reads_nothing_after_a_resume():
     """Not even a dataset that begins anew behind its end."""
-    data = af.Data(Remembering(4), global_batch_size=2)
+    data = of(Remembering(4), 2)
     ended, resumed = (reading.Counted(data, 0, 0) for _ in range(2))
     assert len(list(ended)) == 4
     resumed.load_state_dict(ended.state_dict())

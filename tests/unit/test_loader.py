@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Data.from_loader`: what a torch DataLoader says is kept, or said to be lost."""
 
-from itertools import cycle, islice
+from functools import partial
+from itertools import count, cycle, islice
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import accelfn as af
 from accelfn.testing import simulate
 from tests.internals import order_of_sampler, read_sampler
-from tests.states import linear_state
+from tests.states import linear_state, read
 
 X = torch.arange(10.0).reshape(10, 1)
+of, in_batches = af.Data.from_loader, partial(BatchSampler, drop_last=False)
 
 
 class Stream(IterableDataset):
@@ -34,11 +36,11 @@ class Stream(IterableDataset):
         return iter(torch.arange(7.0))
 
 
-class Told(Sampler):
-    """Another order each epoch, by what set_epoch tells."""
+class Given(Sampler):
+    """Says ten indices, and gives a function of how often it was told an epoch and asked."""
 
-    def __init__(self):
-        self.epoch = None
+    def __init__(self, give):
+        self.give, self.epoch, self.times = give, None, 0
 
     def set_epoch(self, epoch):
         self.epoch = epoch
@@ -47,49 +49,24 @@ class Told(Sampler):
         return 10
 
     def __iter__(self):
-        return iter([(i + self.epoch) % 10 for i in range(10)])
+        self.times += 1
+        return iter(self.give(self.epoch, self.times))
 
 
-class Hidden(Sampler):
-    """Another order each time, by a count that nobody sees."""
-
-    def __init__(self):
-        self.count = 0
-
-    def __len__(self):
-        return 10
-
-    def __iter__(self):
-        self.count += 1
-        return iter([(i + self.count) % 10 for i in range(10)])
-
-
-class Short(Sampler):
-    """Says ten and gives eight."""
-
-    def __len__(self):
-        return 10
-
-    def __iter__(self):
-        return iter(range(8))
-
-
-def read(data, world=None, epochs=1):
-    """Return the batches of some epochs."""
-    state = linear_state(data=data, world=world, setup=af.shard_data())
-    return list(af.batches(state, until_epoch=epochs))
+def turned(by):
+    return [(i + by) % 10 for i in range(10)]
 
 
 def indices(loader, epochs=1):
     """Return the dataset indices of a loader's data, a list a batch."""
-    data = af.Data.from_loader(loader)
-    return [batch.indices.tolist() for batch in read(data, epochs=epochs)]
+    batches = read(of(loader), epochs=epochs)
+    return [batch.indices.tolist() for batch in batches]
 
 
 def values(loader, world=None, **options):
     """Return the values of a loader's data, a list a batch, without filler."""
-    data = af.Data.from_loader(loader, **options)
-    return [batch.value[~batch.filler].tolist() for batch in read(data, world)]
+    data = of(loader, **options)
+    return [batch.value[~batch.filler].tolist() for batch in read(data, world=world)]
 
 
 # What is kept.
@@ -100,43 +77,28 @@ def test_options_that_are_kept():
     loader = DataLoader(
         X, batch_size=3, drop_last=True, num_workers=1, timeout=7, collate_fn=len
     )
-    data = af.Data.from_loader(loader)
-    assert (3, "drop", 1, 7, len) == (
-        data.global_batch_size,
-        data.remainder,
-        data.num_workers,
-        data.timeout,
-        data.collate,
-    )
-    assert af.Data.from_loader(DataLoader(X)).timeout == 300
-
-
-def test_batch_size_of_a_rank():
-    """With num_ranks, the loader's batch size is one rank's."""
-    assert (
-        af.Data.from_loader(DataLoader(X, batch_size=4), num_ranks=3).global_batch_size
-        == 12
-    )
+    data = of(loader)
+    found = data.global_batch_size, data.remainder, data.num_workers, data.timeout
+    assert (*found, data.collate) == (3, "drop", 1, 7, len)
+    assert of(DataLoader(X)).timeout == 300
 
 
 @pytest.mark.parametrize("make", [DataLoader, StatefulDataLoader])
 def test_plain_loaders_are_functions(make):
-    """In order or shuffled, it is an order that needs no sampler."""
-    assert af.Data.from_loader(make(X)).ordering.name == "in order"
-    assert af.Data.from_loader(make(X, shuffle=True)).shuffle is True
-
-
-def test_what_changes_only_speed_is_not_spoken_of():
-    """Pinned memory, prefetch and persistent workers change no batch; no warning."""
-    loader = DataLoader(X, num_workers=1, persistent_workers=True, prefetch_factor=4)
-    assert af.Data.from_loader(loader).num_workers == 1
+    """In order or shuffled, it needs no sampler; what only costs time is no loss."""
+    assert of(make(X)).ordering.name == "in order"
+    assert of(make(X, shuffle=True)).shuffle is True
+    fast = make(X, num_workers=1, persistent_workers=True, prefetch_factor=4)
+    assert of(fast).num_workers == 1
 
 
 def test_set_epoch_is_called_within_a_batch_sampler():
     """A sampler hears of the epoch, also one inside a batch sampler."""
-    loader = DataLoader(X, batch_sampler=BatchSampler(Told(), 5, drop_last=False))
-    first, second = indices(loader, epochs=2)[::2]
-    assert (first, second) == ([0, 1, 2, 3, 4], [1, 2, 3, 4, 5])
+    loader = DataLoader(
+        X,
+        batch_sampler=in_batches(Given(lambda epoch, _: turned(epoch)), 5),
+    )
+    assert indices(loader, epochs=2)[::2] == [[0, 1, 2, 3, 4], [1, 2, 3, 4, 5]]
 
 
 # Streams.
@@ -147,7 +109,7 @@ def test_loader_of_a_stream(drop):
     """A stream's loader says batch size and remainder."""
     loader = DataLoader(Stream(), batch_size=3, drop_last=drop)
     assert [[0, 1, 2], [3, 4, 5], [6]][: 3 - drop] == values(loader)
-    data = af.Data.from_loader(loader, num_ranks=2, num_micro_batches=5)
+    data = of(loader, num_ranks=2, num_micro_batches=5)
     assert data.global_batch_size == 30
 
 
@@ -163,90 +125,98 @@ def test_loader_of_a_stream_of_batches():
 # What is not kept is said, or refused.
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("worker_init_fn", {"worker_init_fn": print}, "seed in the dataset"),
-        ("generator", {"generator": torch.Generator()}, "the state's seed"),
-        (
-            "multiprocessing_context",
-            {"multiprocessing_context": "spawn", "num_workers": 1},
-            "set_start_method decides",
-        ),
-    ],
-)
-def test_what_is_lost_is_said(name, options, words):
-    """An option that is not kept is named in a warning, with what is done instead."""
-    with pytest.warns(UserWarning, match=f"ignores the loader's {name}: .*{words}"):
-        af.Data.from_loader(DataLoader(X, **options))
-
-
-class Endless(Short):
-    """Goes on for ever."""
-
-    def __iter__(self):
-        return cycle(range(10))
-
-
-REFUSED = {
-    "no loader": (lambda: X, {}, "expected a torch DataLoader, got Tensor"),
-    "no batches": (
-        lambda: DataLoader(X, batch_size=None),
-        {},
-        r"batch_size=None.*Write af\.Data\(dataset, global_batch_size=",
-    ),
-    "part of a rank": (
-        lambda: DataLoader(X, sampler=DistributedSampler(X, 2, 0)),
-        {},
-        r"DistributedSampler already splits the samples.*shuffle=True",
-    ),
-    "batches of a rank": (
-        lambda: DataLoader(
-            X,
-            batch_sampler=BatchSampler(DistributedSampler(X, 2, 0), 2, drop_last=False),
-        ),
-        {},
-        "DistributedSampler already splits the samples",
-    ),
-    "own batches of ranks": (
-        lambda: DataLoader(X, batch_sampler=[[0], [1]]),
-        {"num_ranks": 2},
-        "num_ranks=2.*over all ranks and micro-batches. Leave out num_ranks=",
-    ),
-    "nothing left": (
-        lambda: DataLoader(X, batch_size=11, drop_last=True),
-        {},
-        'global_batch_size=11, remainder="drop".*10 samples',
+LOST = {
+    "worker_init_fn": ({"worker_init_fn": print}, "seed in the dataset"),
+    "generator": ({"generator": torch.Generator()}, "the state's seed"),
+    "multiprocessing_context": (
+        {"multiprocessing_context": "spawn", "num_workers": 1},
+        "set_start_method decides",
     ),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_loaders(case):
+@pytest.mark.parametrize("name", LOST)
+def test_what_is_lost_is_said(name):
+    """An option that is not kept is named in a warning, with what is done instead."""
+    options, words = LOST[name]
+    with pytest.warns(UserWarning, match=f"ignores the loader's {name}: .*{words}"):
+        of(DataLoader(X, **options))
+
+
+class Unending:
+    """A sampler without a length."""
+
+    def __iter__(self):
+        return count()
+
+
+OF_RANK = DistributedSampler(X, 2, 0)
+REFUSED = [
+    (lambda: of(X), "expected a torch DataLoader, got Tensor"),
+    (
+        lambda: of(DataLoader(X, batch_size=None)),
+        r"batch_size=None.*Write af\.Data\(dataset, global_batch_size=",
+    ),
+    (
+        lambda: of(DataLoader(X, sampler=OF_RANK)),
+        r"DistributedSampler already splits the samples.*shuffle=True",
+    ),
+    (
+        lambda: of(DataLoader(X, batch_sampler=in_batches(OF_RANK, 2))),
+        "DistributedSampler already splits the samples",
+    ),
+    (
+        lambda: of(DataLoader(X, batch_sampler=[[0]]), num_ranks=2),
+        "num_ranks=2.*over all ranks and micro-batches. Leave out num_ranks=",
+    ),
+    (
+        lambda: of(DataLoader(X, batch_sampler=[[0]]), num_micro_batches=2),
+        "Leave out num_micro_batches=",
+    ),
+    (
+        lambda: of(DataLoader(X), num_micro_batches=0),
+        "num_micro_batches=0.*micro_batches",
+    ),
+    (
+        lambda: of(DataLoader(X, batch_size=11, drop_last=True)),
+        'global_batch_size=11, remainder="drop".*10 samples',
+    ),
+    (
+        lambda: of(DataLoader(X, sampler=Unending())),
+        "Unending has no length.* a method __len__",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSED)
+def test_refused_loaders(call, words):
     """What would train on other samples than meant is refused, with what to write."""
-    make, options, words = REFUSED[case]
     with pytest.raises(af.errors.Error, match=words):
-        af.Data.from_loader(make(), **options)
+        call()
 
 
 @pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize(
-    ("sampler", "words"),
+    ("give", "words"),
     [
-        (Hidden, "different indices when epoch 0 was read twice.*set_epoch"),
-        (Short, "has the length .*, but yielded .* in epoch 0"),
-        (Endless, "has the length .*, but yielded more indices in epoch 0"),
+        (
+            lambda _, times: turned(times),
+            "different indices when epoch 0 was read twice.*set_epoch",
+        ),
+        (lambda *_: range(8), "has the length .*, but yielded .* in epoch 0"),
+        (
+            lambda *_: cycle(range(10)),
+            "has the length .*, but yielded more indices in epoch 0",
+        ),
     ],
 )
-def test_samplers_that_cannot_be_resumed(sampler, words, within):
+def test_samplers_that_cannot_be_resumed(give, words, within):
     """A sampler with a state of its own, or a wrong length, is refused as it is read."""
-    loader = (
-        DataLoader(X, batch_sampler=BatchSampler(sampler(), 2, drop_last=False))
-        if within
-        else DataLoader(X, batch_size=2, sampler=sampler())
-    )
+    options = {"batch_size": 2, "sampler": Given(give)}
+    if within:
+        options = {"batch_sampler": in_batches(Given(give), 2)}
     with pytest.raises(af.errors.DataError, match=words):
-        indices(loader)
+        indices(DataLoader(X, **options))
 
 
 @pytest.mark.parametrize(
@@ -288,7 +258,22 @@ class Halved(DataLoader):
 
 
 class Further(Limited):
-    """Inherits what its parent does."""
+    """Inherits its own way."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Limited, "Limited has its own __iter__"),
+        (Halved, "Halved has its own __len__"),
+        (Further, "Limited has its own __iter__"),
+    ],
+)
+def test_a_loader_that_iterates_in_its_own_way(kind, said):
+    """A subclass with its own __iter__ or __len__ is refused, and never read past."""
+    for make in (of, read):
+        with pytest.raises(af.errors.DataError, match=rf"{said}(.|\n)*af\.join_uneven"):
+            make(kind(X, batch_size=2))
 
 
 class Collating(DataLoader):
@@ -301,58 +286,42 @@ class Collating(DataLoader):
         return 2 * torch.stack(samples)
 
 
-OWN = {Limited: "Limited has its own __iter__", Halved: "Halved has its own __len__"}
-
-
-@pytest.mark.parametrize("kind", [Limited, Halved, Further])
-def test_a_loader_that_iterates_in_its_own_way(kind):
-    """A subclass with its own __iter__ or __len__ is refused, and never read past."""
-    says = OWN.get(kind, OWN[Limited])
-    for make in (af.Data.from_loader, read):
-        with pytest.raises(af.errors.DataError, match=rf"{says}(.|\n)*af\.join_uneven"):
-            make(kind(X, batch_size=2))
-
-
 def test_a_loader_that_collates_in_its_own_way():
     """A subclass that only makes other batches of the samples is obeyed."""
     first, *_ = values(Collating(X, batch_size=3))
     assert first == [[0.0], [2.0], [4.0]]
 
 
-def test_batch_size_of_a_micro_batch():
-    """D: with num_micro_batches too, the loader's batch size is one rank's micro-batch's."""
+def test_batch_size_of_a_rank_or_a_micro_batch():
+    """With num_ranks, and num_micro_batches, the loader's batch size is one of these parts'."""
     loader = DataLoader(X, batch_size=4)
-    data = af.Data.from_loader(loader, num_ranks=3, num_micro_batches=2)
+    assert of(loader, num_ranks=3).global_batch_size == 12
+    data = of(loader, num_ranks=3, num_micro_batches=2)
     assert data.global_batch_size == 24
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"num_micro_batches=0.*micro_batches"
-    ):
-        af.Data.from_loader(loader, num_micro_batches=0)
-    own = DataLoader(X, batch_sampler=[[0, 1], [2]])
-    with pytest.raises(af.errors.DataError, match="Leave out num_micro_batches="):
-        af.Data.from_loader(own, num_micro_batches=2)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize(("size", "parts"), [(1, 1), (2, 1), (1, 4), (2, 4)])
 def test_a_loader_that_is_split_is_told(size, parts):
     """D: a bare loader's batch size is told where ranks or micro-batches share it, once."""
     setup = af.chain(af.shard_data(), af.accumulate(num_micro_batches=parts))
+
+    def create(data):
+        def size_of(world):
+            state = linear_state(data=data, world=world, setup=setup)
+            return state.data.global_batch_size
+
+        assert set(simulate(size, size_of).results) == {4}
+
     loader = DataLoader(X, batch_size=4)
-
-    def create(world, data):
-        return linear_state(data=data, world=world, setup=setup).data.global_batch_size
-
-    made = af.Data.from_loader(loader)
-    assert set(simulate(size, lambda world: create(world, made)).results) == {4}
+    create(of(loader))
     if size * parts == 1:
-        assert set(simulate(size, lambda world: create(world, loader)).results) == {4}
+        create(loader)
         return
     words = (
         rf"4, as(.|\n)*{size} ranks and {parts} micro(.|\n)*num_micro_batches={parts}\)"
     )
     with pytest.warns(af.errors.AccelfnWarning, match=words) as told:
-        assert set(simulate(size, lambda world: create(world, loader)).results) == {4}
+        create(loader)
     assert len(told) == 1
 
 
