@@ -2,6 +2,7 @@
 """What counts as out of memory, what is kept of a try that failed, and what is refused."""
 
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -11,38 +12,35 @@ import accelfn as af
 from accelfn.testing import simulate
 
 
-def out_of_memory() -> None:
-    """Ask the CPU's allocator for more than there is."""
-    torch.empty(2**46, dtype=torch.uint8)
-
-
-def raises(error: Exception) -> None:
-    raise error
+def find(fn, start=8, world=None):
+    return af.find_batch_size(fn, start, world or af.World.single())
 
 
 @pytest.mark.parametrize(
-    "run_out",
+    "error",
     [
-        out_of_memory,
-        lambda: raises(MemoryError()),
-        lambda: raises(torch.OutOfMemoryError("CUDA out of memory. Tried to")),
-        lambda: raises(RuntimeError("CUDA error: out of memory")),
-        lambda: raises(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")),
-        lambda: raises(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when")),
-        lambda: raises(RuntimeError("DefaultCPUAllocator: not enough memory: you")),
+        None,
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you"),
     ],
 )
-def test_out_of_memory_is_noticed(run_out):
+def test_out_of_memory_is_noticed(error):
     """What torch and Python raise for want of memory halves the batch size."""
     tried = []
 
     def fn(batch_size, _world):
         tried.append(batch_size)
         if batch_size > 5:
-            run_out()
+            if error is None:  # ask the CPU's allocator for more than there is
+                torch.empty(2**46, dtype=torch.uint8)
+            raise error
         return batch_size
 
-    assert af.find_batch_size(fn, 23, af.World.single()) == 5
+    assert find(fn, 23) == 5
     assert tried == [23, 11, 5]
 
 
@@ -51,16 +49,11 @@ def test_out_of_memory_is_noticed(run_out):
 )
 def test_other_errors_pass_at_once(error):
     """They are the caller's, and nothing is tried again."""
-    tried = []
-
-    def fn(batch_size, _world):
-        tried.append(batch_size)
-        raise error
-
+    fn = mock.Mock(side_effect=error)
     with pytest.raises(type(error)) as raised:
-        af.find_batch_size(fn, 8, af.World.single())
+        find(fn)
     assert raised.value is error
-    assert tried == [8]
+    fn.assert_called_once()
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -89,69 +82,60 @@ def test_nothing_of_a_try_is_kept(size):
                     raise kept[-1] from None
             return tensor
 
-        return af.find_batch_size(fn, 8, world)
+        return find(fn, 8, world)
 
     assert [len(found) for found in simulate(size, search)] == [2] * size
 
 
 def test_the_last_error_is_shown():
     """Where not even 1 fits, the message names it, and the error is the cause."""
-    with pytest.raises(
-        af.errors.OutOfMemoryError, match=r"size of 1 \(the search started at 4"
-    ) as it:
-        af.find_batch_size(
-            lambda _, __: raises(MemoryError("boom")), 4, af.World.single()
-        )
+    words = r"size of 1 \(the search started at 4"
+    with pytest.raises(af.errors.OutOfMemoryError, match=words) as it:
+        find(mock.Mock(side_effect=MemoryError("boom")), 4)
     assert str(it.value.__cause__) == "boom"
 
 
-@pytest.mark.parametrize("start", [0, -2, 2.5, True, "8"])
-def test_a_start_is_a_positive_integer(start):
-    """Anything else can be no batch size."""
-    with pytest.raises(af.errors.ArgumentError, match="start="):
-        af.find_batch_size(lambda size, _: size, start, af.World.single())
+def first(size, _world):
+    return size
 
 
-def test_a_function_is_called():
-    """Something that cannot be called is refused."""
-    with pytest.raises(af.errors.ArgumentError, match="expected a function"):
-        af.find_batch_size(8, 8, af.World.single())
+@pytest.mark.parametrize(
+    ("fn", "start", "words"),
+    [
+        *((first, start, "start=") for start in (0, -2, 2.5, True, "8")),
+        (8, 8, "expected a function"),
+    ],
+)
+def test_arguments_that_are_none(fn, start, words):
+    """A start that can be no batch size, and what cannot be called, are refused."""
+    with pytest.raises(af.errors.ArgumentError, match=words):
+        find(fn, start)
 
 
 def test_ranks_start_alike():
     """Different starts on different ranks would never agree."""
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"equal on all ranks, got \[4, 5\]"
-    ):
-        simulate(2, lambda w: af.find_batch_size(lambda b, _: b, 4 + w.rank, w))
+    words = r"equal on all ranks, got \[4, 5\]"
+    with pytest.raises(af.errors.ArgumentError, match=words):
+        simulate(2, lambda world: find(first, 4 + world.rank, world))
 
 
 def test_the_outer_world_is_refused_meanwhile():
     """A rank in it could wait for ever for one that ran out of memory; after it, it works."""
 
+    words = "the world that af.find_batch_size passes to your function"
+
     def search(world):
-        with pytest.raises(
-            af.errors.WorldError,
-            match="the world that af.find_batch_size passes to your function",
-        ):
-            af.find_batch_size(lambda *_: af.barrier(world), 4, world)
-        return af.find_batch_size(lambda size, _: size, 4, world)
+        with pytest.raises(af.errors.WorldError, match=words):
+            find(lambda *_: af.barrier(world), 4, world)
+        return find(first, 4, world)
 
     assert simulate(2, search).results == (4, 4)
 
 
 def test_a_search_in_a_search_is_refused():
     """The inner one would need a world that the outer one may have given up."""
-
-    def search(world):
-        return af.find_batch_size(
-            lambda size, inner: af.find_batch_size(lambda s, _: s, size, inner),
-            4,
-            world=world,
-        )
-
     with pytest.raises(af.errors.WorldError, match="of another search"):
-        simulate(2, search)
+        simulate(2, lambda w: find(lambda size, inner: find(first, size, inner), 4, w))
 
 
 def test_a_rank_that_fails_is_no_rank_without_memory():
@@ -163,7 +147,7 @@ def test_a_rank_that_fails_is_no_rank_without_memory():
         af.barrier(world)
 
     with pytest.raises(ValueError, match="a bug"):
-        simulate(2, lambda world: af.find_batch_size(fn, 4, world))
+        simulate(2, lambda world: find(fn, 4, world))
 
 
 def test_a_lost_connection_is_no_lack_of_memory():
@@ -174,13 +158,10 @@ def test_a_lost_connection_is_no_lack_of_memory():
             if world.rank == 1:
                 raise af.errors.PeerFailedError("gone")
 
-        with pytest.raises(
-            af.errors.PeerFailedError, match="no rank ran out of memory"
-        ):
-            af.find_batch_size(fn, 4, world)
-        return True
+        with pytest.raises(af.errors.PeerFailedError, match="no rank ran out of mem"):
+            find(fn, 4, world)
 
-    assert simulate(2, search).results == (True, True)
+    simulate(2, search)
 
 
 @pytest.mark.parametrize("backend", ["nccl", "mpi"])
@@ -193,6 +174,6 @@ def test_ranks_that_cannot_leave_are_refused(monkeypatch, backend):
         monkeypatch.setattr(type(world.connection), "backend", lambda *_: backend)
         said = rf"2 ranks are connected by {backend}.*backend='gloo'.*in one process"
         with pytest.raises(af.errors.WorldError, match=said):
-            af.find_batch_size(lambda *_: pytest.fail("it was tried"), 4, world)
+            find(lambda *_: pytest.fail("it was tried"), 4, world)
     finally:
         dist.destroy_process_group()

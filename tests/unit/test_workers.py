@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 import accelfn as af
 from accelfn.testing import simulate
 from tests.internals import loaders
-from tests.states import linear_state
+from tests.states import linear_state, read
 from tests.waiting import is_gone, wait_until
 
 # torch looks for the cause of a death by opening a file, where SIGCHLD's handler may raise
@@ -40,14 +40,22 @@ def collected():
         gc.collect()
 
 
-def make(data, **options):
-    """Return a small state over data."""
-    return linear_state(data=data, **options)
+def of(dataset, size=4, workers=1, **options):
+    return af.Data(dataset, global_batch_size=size, num_workers=workers, **options)
 
 
-def read(data, **options):
-    """Return the batches of an epoch."""
-    return list(af.batches(make(data, **options), until_epoch=1))
+def raises(words, kind=af.errors.DataError):
+    return pytest.raises(kind, match=words)
+
+
+def said_by(error):
+    """Return the words and notes of an exception that was raised."""
+    return str(error.value) + "".join(getattr(error.value, "__notes__", ()))
+
+
+def processes():
+    """Return the processes that this one has started and that still run."""
+    return {child.pid for child in torch.multiprocessing.active_children()}
 
 
 class Noted:
@@ -88,7 +96,7 @@ def test_a_worker_leaves_the_garbage_of_its_parent_alone(dataset, tmp_path):
     gc.disable()
     try:
         Noted(file)
-        read(af.Data(dataset, global_batch_size=2, num_workers=1))
+        read(of(dataset, 2))
         assert not file.exists()
         gc.collect()
     finally:
@@ -115,13 +123,19 @@ def leave():
     os._exit(3)
 
 
-def plant():
-    message = "planted"
-    raise KeyError(message)
+def end_later():
+    """Be killed once what was read before has come."""
+    time.sleep(0.5)
+    kill()
 
 
-def stop():
-    raise StopIteration
+def raising(error):
+    """Return a function that raises an error."""
+
+    def plant():
+        raise error
+
+    return plant
 
 
 class Items(Dataset):
@@ -174,51 +188,31 @@ def test_a_worker_that_ends_or_hangs(kind, does, words):
     """Rank, update and what was being read are named, with torch's own word for it."""
     make_dataset, options, being_read = KINDS[kind]
     timeout = 0.5 if does is hang else 300  # an end is noticed without it
-    data = af.Data(
-        make_dataset(does),
-        global_batch_size=4,
-        num_workers=2,
-        timeout=timeout,
-        **options,
-    )
-    with pytest.raises(
-        af.errors.DataError, match=r"rank 0 of 1.*update \d+ was complete"
-    ) as error:
+    data = of(make_dataset(does), workers=2, timeout=timeout, **options)
+    with raises(r"rank 0 of 1.*update \d+ was complete") as error:
         read(data)
-    assert words in str(error.value) or "before this process received" in str(
-        error.value
-    )
+    error.match(f"{re.escape(words)}|before this process received")
     error.match(being_read)
     assert error.value.__cause__ is not None
 
 
 def test_rank_and_update_are_those_of_the_state():
     """A resumed rank's error names its own rank, and the update that the state makes."""
-    data = af.Data(Items(kill), global_batch_size=4, num_workers=1)
-    _, state = simulate(2, lambda world: make(data, world=world))
+    data = of(Items(kill))
+    _, state = simulate(2, lambda world: linear_state(data=data, world=world))
     state = attrs.evolve(state, step=41, cursor=af.typing.Cursor(0, 4))
-    with pytest.raises(
-        af.errors.DataError, match="rank 1 of 2.*update 41 was complete"
-    ) as error:
+    with raises("rank 1 of 2.*update 41 was complete") as error:
         list(af.batches(state, until_epoch=1))
     error.match(r"\[4, 5, 6, 7\]\n  \[8, 9\]")
-
-
-def end_later():
-    """Be killed once what was read before has come."""
-    time.sleep(0.5)
-    kill()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_update_that_was_due_is_named(kind):
     """It is that of the state and as many more as batches have come."""
     make_dataset, options, _ = KINDS[kind]
-    data = af.Data(
-        make_dataset(end_later), global_batch_size=2, num_workers=1, **options
-    )
-    state, came = attrs.evolve(make(data), step=41), list[af.Batch]()
-    with pytest.raises(af.errors.DataError) as error:
+    data = of(make_dataset(end_later), 2, **options)
+    state, came = attrs.evolve(linear_state(data=data), step=41), list[af.Batch]()
+    with raises("the batch of update") as error:
         came.extend(af.batches(state, until_epoch=1))
     assert came
     ahead = kind == "sharded"  # where one more is read, to know which is the last
@@ -227,33 +221,28 @@ def test_the_update_that_was_due_is_named(kind):
 
 def test_a_worker_that_ends_while_the_step_computes():
     """Its end is raised where the next batch is asked for, not in the middle of a step."""
-    state = make(af.Data(Items(kill), global_batch_size=1, num_workers=1))
-    computed, before = [], set(torch.multiprocessing.active_children())
+    state = linear_state(data=of(Items(kill), 1))
+    computed, before = [], processes()
 
     def loop():
         for batch in af.batches(state, until_epoch=1):
-            (worker,) = {*torch.multiprocessing.active_children()} - before
+            (worker,) = processes() - before
             if batch.indices == 5:  # the sample that kills is asked for
                 # handlers run between any two of these, SIGCHLD's too
-                wait_until(partial(is_gone, worker.pid))
+                wait_until(partial(is_gone, worker))
             computed.append(batch.indices.tolist())
 
-    with pytest.raises(
-        af.errors.DataError,
-        match="SIGKILL|exited unexpectedly|ended before this process received",
-    ):
+    with raises("SIGKILL|exited unexpectedly|ended before this process received"):
         loop()
     assert computed in ([[index] for index in range(num)] for num in (6, 7))
 
 
 def test_micro_batches_in_flight():
     """What was being read is listed by micro-batch, and a long list is cut."""
-    data = af.Data(Items(hang), global_batch_size=10, num_workers=1, timeout=0.5)
-    with pytest.raises(
-        af.errors.DataError, match=r"\[0, 1, 2, 3, 4, 5, 6, 7, \.\.\.\]"
-    ):
+    data = of(Items(hang), 10, timeout=0.5)
+    with raises(r"\[0, 1, 2, 3, 4, 5, 6, 7, \.\.\.\]"):
         read(data)
-    with pytest.raises(af.errors.DataError, match=r"\n  \[5, 6, 7, 8, 9\]$"):
+    with raises(r"\n  \[5, 6, 7, 8, 9\]$"):
         read(data, setup=af.accumulate(num_micro_batches=2))
 
 
@@ -270,39 +259,22 @@ def test_micro_batches_in_flight():
 def test_a_dataset_that_raises(kind, note, workers):
     """Its own exception arrives, with its traceback and the index of the sample."""
     make_dataset, options, _ = KINDS[kind]
-    data = af.Data(
-        make_dataset(plant), global_batch_size=4, num_workers=workers, **options
-    )
-    with pytest.raises(KeyError, match="planted") as error:
+    data = of(make_dataset(raising(KeyError("planted"))), 4, workers, **options)
+    with raises("planted", KeyError) as error:
         read(data)
-    said = str(error.value) + "".join(getattr(error.value, "__notes__", ()))
-    assert workers == 0 or "in plant" in said  # the other process's traceback
-    assert re.search(note, said)
+    assert workers == 0 or "in plant" in said_by(error)  # the other process's traceback
+    assert re.search(note, said_by(error))
 
 
-def test_a_dispatched_stream_that_raises():
-    """What rank 0 could not read is raised there as it is."""
-    with pytest.raises(KeyError, match="planted"):
-        read(af.Data(Stream(plant), global_batch_size=4, dispatch=True))
+LIKE_A_WORKERS = RuntimeError("planted in DataLoader worker process")
 
 
-def runtime():
-    message = "planted in DataLoader worker process"
-    raise RuntimeError(message)
-
-
-def missing():
-    message = "planted"
-    raise FileNotFoundError(message)
-
-
-@pytest.mark.parametrize("does", [runtime, missing])
+@pytest.mark.parametrize("planted", [LIKE_A_WORKERS, FileNotFoundError("planted")])
 @pytest.mark.parametrize("kind", ["items", "stream"])
-def test_errors_that_look_like_a_failed_worker(kind, does):
+def test_errors_that_look_like_a_failed_worker(kind, planted):
     """A dataset's own RuntimeError or OSError is not taken for the end of a worker."""
-    data = af.Data(KINDS[kind][0](does), global_batch_size=4, num_workers=1)
-    with pytest.raises((RuntimeError, FileNotFoundError), match="planted") as error:
-        read(data)
+    with raises("planted", type(planted)) as error:
+        read(of(KINDS[kind][0](raising(planted))))
     assert not isinstance(error.value, af.errors.Error)
 
 
@@ -310,9 +282,8 @@ def test_errors_that_look_like_a_failed_worker(kind, does):
 @pytest.mark.parametrize("kind", ["items", "many"])
 def test_stop_iteration_does_not_end_the_epoch(kind, workers):
     """A dataset that raises StopIteration fails; no loader takes it for the end."""
-    data = af.Data(KINDS[kind][0](stop), global_batch_size=4, num_workers=workers)
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        read(data)
+    with raises("StopIteration", RuntimeError):
+        read(of(KINDS[kind][0](raising(StopIteration)), 4, workers))
 
 
 def refuse(samples):
@@ -321,24 +292,16 @@ def refuse(samples):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_collate_function_that_raises(workers):
-    """Its error says of which samples a batch was made."""
-    data = af.Data(Items(int), global_batch_size=4, collate=refuse, num_workers=workers)
-    with pytest.raises(ValueError, match="planted over 4") as error:
-        read(data)
-    said = str(error.value) + "".join(getattr(error.value, "__notes__", ()))
-    assert "made a batch of the samples at dataset indices [0, 1, 2, 3]" in said
-
-
-@pytest.mark.parametrize("workers", [0, 1])
 def test_samples_that_do_not_collate(workers):
-    """Samples of different shapes are named by their indices."""
+    """An error, the collate function's own too, says of which samples a batch was made."""
+    with raises("planted over 4", ValueError) as error:
+        read(of(Items(int), collate=refuse, workers=workers))
+    said = "made a batch of the samples at dataset indices [0, 1, 2, 3]"
+    assert said in said_by(error)
     samples = [torch.ones(1), torch.ones(1), torch.ones(2), torch.ones(1)]
-    data = af.Data(samples, global_batch_size=2, num_workers=workers)
-    with pytest.raises(RuntimeError, match="size") as error:
-        read(data)
-    said = str(error.value) + "".join(getattr(error.value, "__notes__", ()))
-    assert "indices [2, 3]" in said
+    with raises("size", RuntimeError) as error:
+        read(of(samples, 2, workers))
+    assert "indices [2, 3]" in said_by(error)
 
 
 def nothing(_samples):
@@ -348,13 +311,11 @@ def nothing(_samples):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_collate_function_that_returns_nothing(workers):
     """What it returns is the batch's value, whatever it is; a step then refuses it."""
-    data = af.Data(
-        Items(int), global_batch_size=5, collate=nothing, num_workers=workers
-    )
+    data = of(Items(int), 5, workers, collate=nothing)
     assert [batch.value for batch in read(data)] == [None, None]
     step = af.make_step(lambda model, batch: model(batch).square().mean())
     with pytest.raises((TypeError, AttributeError, af.errors.Error)):
-        step(make(data), read(data)[0])
+        step(linear_state(data=data), read(data)[0])
 
 
 def unsendable(_samples):
@@ -365,17 +326,8 @@ def test_a_batch_that_cannot_be_sent(capfd):
     """What cannot be pickled is said to be a reason why a worker gave nothing."""
     said = ""
     for timeout in (0.5, 5.0, 50.0):  # until the worker had time to try
-        data = af.Data(
-            Items(int),
-            global_batch_size=5,
-            collate=unsendable,
-            num_workers=1,
-            timeout=timeout,
-        )
-        with pytest.raises(
-            af.errors.DataError, match=r"\d s.*cannot be sent to another"
-        ):
-            read(data)
+        with raises(r"\d s.*cannot be sent to another"):
+            read(of(Items(int), 5, collate=unsendable, timeout=timeout))
         said += capfd.readouterr().err
         if "pickle" in said.lower():  # Python 3.13 names the pickler, not the act
             return
@@ -394,48 +346,34 @@ def forkserver():
 @pytest.mark.usefixtures("forkserver")
 def test_a_dataset_that_cannot_be_sent():
     """Where workers get the dataset pickled, it is said who could not be started, and why."""
-    data = af.Data(Items(lambda: None), global_batch_size=5, num_workers=1)
     told = r"(?s)of rank 0 of 1 could not be started for update 0: .*pickle.*\"fork\""
-    with pytest.raises(af.errors.DataError, match=told):
-        read(data)
+    with raises(told):
+        read(of(Items(lambda: None), 5))
 
 
 def test_breaking_off_ends_the_workers():
     """A loop that is left leaves no process behind."""
-    data = af.Data(Items(int), global_batch_size=1, num_workers=2)
-    before = {child.pid for child in torch.multiprocessing.active_children()}
-    for _ in af.batches(make(data)):
-        running = {child.pid for child in torch.multiprocessing.active_children()}
+    before = processes()
+    for _ in af.batches(linear_state(data=of(Items(int), 1, 2))):
+        assert len(processes() - before) == 2
         break
-    assert len(running - before) == 2
-    left = {child.pid for child in torch.multiprocessing.active_children()}
-    assert not left - before
+    assert not processes() - before
 
 
 def test_more_workers_than_there_can_be():
     """B8: a number that no machine has cores for is refused, and no process is started."""
     for number in (2**63, 4097):
-        with pytest.raises(af.errors.ArgumentError, match="from 0 to 4096"):
-            af.Data(torch.ones(4, 1), global_batch_size=2, num_workers=number)
+        with raises("from 0 to 4096", af.errors.ArgumentError):
+            of(torch.ones(4, 1), 2, number)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_more_workers_than_cores(size):
     """B8: it is told where reading begins, in simulated worlds too; as many as cores are not."""
-    cores = len(os.sched_getaffinity(0))
-    data = partial(af.Data, torch.arange(4.0).reshape(4, 1), global_batch_size=2)
-    simulate(size, lambda world: read(data(num_workers=min(cores, 2)), world=world))
-    with pytest.warns(
-        af.errors.AccelfnWarning, match=rf"use only {cores} cores(.|\n)*={cores} or"
-    ) as told:
-        simulate(size, lambda world: read(data(num_workers=cores + 1), world=world))
-    assert (
-        len(
-            [
-                each
-                for each in told
-                if issubclass(each.category, af.errors.AccelfnWarning)
-            ]
-        )
-        == 1
-    )
+    cores, ones = len(os.sched_getaffinity(0)), torch.ones(4, 1)
+    simulate(size, lambda world: read(of(ones, 2, min(cores, 2)), world=world))
+    words = rf"use only {cores} cores(.|\n)*={cores} or"
+    with pytest.warns(af.errors.AccelfnWarning, match=words) as told:
+        simulate(size, lambda world: read(of(ones, 2, cores + 1), world=world))
+    kinds = [issubclass(each.category, af.errors.AccelfnWarning) for each in told]
+    assert sum(kinds) == 1
