@@ -1,586 +1,428 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Gloo does on wrong programs, and what a simulated world says of them.
 
-The table is the test's data and, as `docs/simulation-and-gloo.md`, a page. A torch that
-does otherwise fails here; `python -m tests.ranks.test_gloo` writes the page anew.
+The table of `docs/simulation-and-gloo.md` says what is expected; `PROGRAMS` has the programs. A
+torch that does otherwise fails here.
 """
 
+import multiprocessing
+import os
 import re
-from collections.abc import Callable, Mapping
+import resource
+import tempfile
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import torch
+import torch.distributed as dist
 
 import accelfn as af
-from accelfn.errors import (
-    ArgumentError,
-    CollectiveMismatchError,
-    DeadlockError,
-    DefaultGroupError,
-    RankCrashedError,
-)
-from accelfn.testing import Crash, Fault, simulate
-from tests.ranks import programs_of_mistakes as mistakes
-from tests.ranks.fresh_processes import Outcome, outcomes
-from tests.ranks.programs_of_mistakes import Differ, Meet, Reduce, Split
+from accelfn.testing import Crash, simulate
+from tests.internals import Connection as WorldConnection
+from tests.internals import RankProcess, open_groups, sum_
+from tests.waiting import HANGS
 
 pytestmark = pytest.mark.ranks(4)
 
 PAGE = Path(__file__).parents[2] / "docs/simulation-and-gloo.md"
-TORCH = "2.13"
+ROWS = [
+    line[2:-2].split(" | ")
+    for line in PAGE.read_text().splitlines()
+    if line.startswith("| ") and "---" not in line
+][1:]
+SECONDS = 2.0
+"""The timeout of a collective."""
+LATE_SECONDS = 0.3
+"""How much later one rank is where the other must be seen not to wait for it."""
 F32, F64, I16, I64 = torch.float32, torch.float64, torch.int16, torch.int64
 NAN = float("nan")
 
+# The programs. Each gets a world, a number that differs by rank, which it may reduce in place, and
+# the options of a collective. It returns None for that number.
 
-@attrs.frozen
-class Gives:
-    """The rank returns what the program means."""
-
-    value: Any
-
-    def fits(self, outcome: Outcome) -> bool:
-        return (outcome.how, repr(outcome.what)) == ("returned", repr(self.value))
-
-    def __str__(self) -> str:
-        return f"returns `{self.value}`"
+Program = Callable[[af.World, torch.Tensor, dict[str, Any]], Any]
 
 
-@attrs.frozen
-class Wrong(Gives):
-    """The rank returns what nobody means, without a word."""
-
-    def __str__(self) -> str:
-        return f"**wrongly returns `{self.value}`**"
+def numbers(*values: float, dtype: torch.dtype = F64) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
 
 
-@attrs.frozen
-class Raises:
-    """The rank raises an error of which these words are a part."""
-
-    words: str
-
-    def fits(self, outcome: Outcome) -> bool:
-        return outcome.how == "raised" and self.words in outcome.what
-
-    def __str__(self) -> str:
-        return f"raises `{self.words}`"
+def is_simulated() -> bool:
+    return multiprocessing.parent_process() is None
 
 
-@attrs.frozen
-class Waits:
-    """The rank waits for the timeout, its own or that of the other rank.
-
-    Which of them Gloo speaks of depends on whose clock, or which thread, comes first.
-    """
-
-    SIGNS = (
-        "Timed out waiting|Application timeout caused pair closure"
-        "|Connection (closed|reset) by peer|Broken pipe"
-    )
-
-    def fits(self, outcome: Outcome) -> bool:
-        return outcome.how == "raised" and bool(re.search(self.SIGNS, outcome.what))
-
-    def __str__(self) -> str:
-        return "waits until the timeout"
+def skips_one_of_two(world, x, g):
+    y = 10 * x
+    if world.rank == 0:
+        dist.all_reduce(x, **g)
+    dist.all_reduce(y, **g)
+    return [x, y]
 
 
-@attrs.frozen
-class LosesPeer(Waits):
-    """The rank learns at once that the other is gone."""
+def swaps(world, x, g):
+    y = 10 * x
+    for each in (x, y) if world.rank == 0 else (y, x):
+        dist.all_reduce(each, **g)
+    return [x, y]
 
-    def __str__(self) -> str:
-        return "raises `Connection closed by peer`"
+
+def swaps_labelled(world, x, _):
+    y = 10 * x
+    calls = [(x, "losses"), (y, "counts")]
+    for each, label in calls if world.rank == 0 else reversed(calls):
+        sum_(each, world, label=label)
+    return [x, y]
 
 
-@attrs.frozen
-class Aborts:
-    """Gloo ends the process, with some last words and no traceback."""
+def takes_axes_in_another_order(world, x, _):
+    axes = ["dp_shard", "dp_replicate"]
+    for axis in axes if world.rank != 3 else reversed(axes):
+        dist.all_reduce(x, group=world.along(axis).group)
 
-    def fits(self, outcome: Outcome) -> bool:
-        words = "Received data size doesn't match expected size"
-        return (
-            outcome.how == "ended"
-            and outcome.what[0] == -6
-            and words in outcome.what[1]
+
+def meet(world, x, g, *, other):
+    """Call `all_reduce` on rank 0, and another collective on rank 1."""
+    calls = {
+        "broadcast": lambda: dist.broadcast(x, src=0, **g),
+        "all_gather": lambda: dist.all_gather([x.clone(), x.clone()], x, **g),
+        "barrier": lambda: dist.barrier(**g),
+    }
+    calls[other]() if world.rank else dist.all_reduce(x, **g)
+
+
+def differ(world, _, g, *, name, lengths=(2, 2), dtypes=(F64, F64)):
+    """Call one collective on tensors whose lengths and dtypes differ by rank."""
+    x = torch.full((lengths[world.rank],), world.rank + 1, dtype=dtypes[world.rank])
+    is_root = world.rank == 0
+    each = [torch.zeros_like(x) for _ in range(2)]
+    match name:
+        case "all_reduce":
+            dist.all_reduce(x, **g)
+        case "broadcast" | "reduce":
+            getattr(dist, name)(x, 0, **g)
+        case "gather":
+            dist.gather(x, each if is_root else None, dst=0, **g)
+            return each if is_root else [None]
+        case "all_gather":
+            dist.all_gather(each, x, **g)
+            return each
+        case "scatter":
+            dist.scatter(x, [x, x + 1] if is_root else None, src=0, **g)
+        case "reduce_scatter":
+            dist.reduce_scatter(each[0], [x, x], **g)
+            return each[0]
+        case "send":
+            (dist.send if is_root else dist.recv)(x, 1 - world.rank, **g)
+    return x
+
+
+def transposed(world, _, g, *, call, on=(0,)):
+    """Call a collective on a 3 by 2 tensor, which is stored by columns on some ranks."""
+    x = torch.arange(6, dtype=F64).view(3, 2)
+    x = x.t().contiguous().t() if world.rank in on else x
+    call(world, x, g)
+    return x
+
+
+def reduces(_, x, g):
+    dist.all_reduce(x, **g)
+
+
+def sends(world, x, g):
+    (dist.recv if world.rank else dist.send)(x, 1 - world.rank, **g)
+
+
+def reduces_some(_, __, g, *, make):
+    x = make()
+    dist.all_reduce(x, **g)
+    return x
+
+
+def raises(world, x, g):
+    if world.rank == 1:
+        raise KeyError("boom")
+    dist.all_reduce(x, **g)
+
+
+def ends(world, x, g):
+    if world.rank == 1 and not is_simulated():  # there a planned fault does so
+        os._exit(7)
+    dist.all_reduce(x, **g)
+
+
+def reads_before_waiting(world, x, g):
+    if world.rank == 1 and not is_simulated():
+        time.sleep(LATE_SECONDS)
+    work = dist.all_reduce(x, async_op=True, **g)
+    read = x.clone() if world.rank == 0 else x
+    work.wait()
+    return read
+
+
+def never_waits(_, x, g):
+    dist.all_reduce(x, async_op=True, **g)
+    if not is_simulated():
+        time.sleep(LATE_SECONDS)
+
+
+def splits(world, _, g, *, of):
+    """Give rows in splits that differ by rank, and take [2, 2]."""
+    got = torch.zeros(4)
+    dist.all_to_all_single(got, torch.arange(4.0), [2, 2], of[world.rank], **g)
+    return got
+
+
+def uneven_all_to_all(world, _, g):
+    given = [numbers(4), numbers(5)] if world.rank else [numbers(1), numbers(2, 3)]
+    got = [numbers(0), numbers(0)]
+    dist.all_to_all(got, given, **g)
+    return got
+
+
+def both_send_first(world, x, g):
+    dist.send(x, 1 - world.rank, **g)
+    dist.recv(x, 1 - world.rank, **g)
+
+
+def reduce_as(world, _, g, *, op, values, dtype):
+    """Reduce in a way that may mean nothing."""
+    x = torch.tensor([values[world.rank]], dtype=dtype)
+    dist.all_reduce(x, op=getattr(dist.ReduceOp, op), **g)
+    return x
+
+
+def different_reductions(world, _, g):
+    x = numbers(world.rank + 2, 5)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX if world.rank else dist.ReduceOp.SUM, **g)
+    return x
+
+
+def gathers_into(_, x, g, *, count, dtype):
+    got = [numbers(0, dtype=dtype) for _ in range(count)]
+    dist.all_gather(got, x, **g)
+    return got[0]
+
+
+def in_rows(world, x, _, *, axis_of_3):
+    """Reduce along `dp_shard`; rank 3 does so along another axis, or not."""
+    axis = axis_of_3 if world.rank == 3 else "dp_shard"
+    if axis:
+        dist.all_reduce(x, group=world.along(axis).group)
+
+
+PROGRAMS: list[Program] = [  # in the order of the page's rows
+    lambda w, x, g: None if w.rank else dist.all_reduce(x, **g),
+    skips_one_of_two,
+    swaps,
+    swaps_labelled,
+    *(partial(meet, other=name) for name in ("broadcast", "all_gather", "barrier")),
+    *(
+        partial(differ, name=name, lengths=lengths)
+        for name, lengths in (
+            *(("all_reduce", (3, 2)), ("all_reduce", (2, 3))),
+            *(("reduce", (3, 2)), ("reduce", (2, 3))),
+            *(("broadcast", (3, 2)), ("broadcast", (2, 3)), ("scatter", (3, 2))),
+            *(("gather", (2, 3)), ("gather", (3, 2)), ("all_gather", (2, 3))),
+            *(("reduce_scatter", (2, 3)), ("send", (3, 2)), ("send", (2, 3))),
         )
-
-    def __str__(self) -> str:
-        return "**aborts the process**"
-
-
-@attrs.frozen
-class Ends:
-    """The process ends with an exit code, as the program means it."""
-
-    code: int
-
-    def fits(self, outcome: Outcome) -> bool:
-        return outcome == Outcome("ended", (self.code, ""))
-
-    def __str__(self) -> str:
-        return f"ends with exit code {self.code}"
-
-
-@attrs.frozen
-class Anything:
-    """What happens depends on who is faster, or on what was in memory."""
-
-    def fits(self, outcome: Outcome) -> bool:
-        return outcome.how != "hung"
-
-    def __str__(self) -> str:
-        return "raises, or returns any value"
-
-
-@attrs.frozen
-class Refuses:
-    """A simulated world raises an error, in which these words stand."""
-
-    error: type[Exception]
-    words: str
-
-    def __str__(self) -> str:
-        return f"`{self.error.__name__}`: {self.words}"
-
-
-@attrs.frozen
-class Row:
-    """A wrong program, what each rank does on Gloo, and what a simulated world does."""
-
-    about: str
-    program: Callable[[af.World], Any]
-    gloo: tuple[Any, ...]
-    simulated: Refuses | tuple[Gives, ...]
-    faults: tuple[Fault, ...] = ()
-    axes: Mapping[str, int] = attrs.field(factory=dict[str, int])
-
-
-def mismatch(words: str) -> Refuses:
-    return Refuses(CollectiveMismatchError, f"do not match in {words}")
-
-
-MEANT = Gives([[0.0, 2.0], [4.0, 6.0], [8.0, 10.0]])
-SENT = Gives([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])
-SQUARE = {"dp_replicate": 2, "dp_shard": 2}
-BITS_OF_ONE = 4607182418800017408
-
-ROWS = [
-    Row(
-        "Rank 1 skips an `all_reduce`",
-        mistakes.skips,
-        (Waits(), Gives([2.0])),
-        Refuses(DeadlockError, "no rank can continue"),
     ),
-    Row(
-        "Rank 1 skips the first of two `all_reduce` calls",
-        mistakes.skips_one_of_two,
-        (Waits(), Wrong([[2.0], [21.0]])),
-        Refuses(DeadlockError, "no rank can continue"),
-    ),
-    Row(
-        "The ranks call two `all_reduce` of equal shape in different orders",
-        mistakes.swaps,
-        (Wrong([[21.0], [12.0]]), Wrong([[12.0], [21.0]])),
-        (Wrong([[21.0], [12.0]]), Wrong([[12.0], [21.0]])),
-    ),
-    Row(
-        "The same with accelfn's `all_reduce` and labels",
-        mistakes.swaps_labelled,
-        (Wrong([[21.0], [12.0]]), Wrong([[12.0], [21.0]])),
-        mismatch("label"),
-    ),
-    Row(
-        "Rank 0 calls `all_reduce`, rank 1 `broadcast`",
-        Meet(("all_reduce", "broadcast")),
-        (Waits(), Waits()),
-        mismatch("kind"),
-    ),
-    Row(
-        "Rank 0 calls `all_reduce`, rank 1 `all_gather`",
-        Meet(("all_reduce", "all_gather")),
-        (Waits(), Waits()),
-        mismatch("kind"),
-    ),
-    Row(
-        "Rank 0 calls `all_reduce`, rank 1 `barrier`",
-        Meet(("all_reduce", "barrier")),
-        (Waits(), Waits()),
-        mismatch("kind"),
-    ),
-    Row(
-        "`all_reduce` of 3 elements on rank 0, of 2 on rank 1",
-        Differ("all_reduce", (3, 2)),
-        (Waits(), Wrong([1.0, 3.0])),
-        mismatch("shape or dtype"),
-    ),
-    Row(
-        "`all_reduce` of 2 elements on rank 0, of 3 on rank 1",
-        Differ("all_reduce", (2, 3)),
-        (Wrong([3.0, 3.0]), Waits()),
-        mismatch("shape or dtype"),
-    ),
-    Row(
-        "`reduce` of 3 elements on the root, of 2 on the other rank",
-        Differ("reduce", (3, 2)),
-        (Waits(), Gives([2.0, 2.0])),
-        mismatch("shape or dtype"),
-    ),
-    Row(
-        "`reduce` of 2 elements on the root, of 3 on the other rank",
-        Differ("reduce", (2, 3)),
-        (Wrong([3.0, 3.0]), Waits()),
-        mismatch("shape or dtype"),
-    ),
-    Row(
-        "`broadcast` of 3 elements into a tensor of 2",
-        Differ("broadcast", (3, 2)),
-        (Gives([1.0, 1.0, 1.0]), Aborts()),
-        mismatch("shape or dtype"),
-    ),
-    Row(
-        "`broadcast` of 2 elements into a tensor of 3",
-        Differ("broadcast", (2, 3)),
-        (Gives([1.0, 1.0]), Wrong([1.0, 1.0, 2.0])),
-        mismatch("shape or dtype"),
-    ),
-    Row(
-        "`scatter` of 3 elements into a tensor of 2",
-        Differ("scatter", (3, 2)),
-        (Gives([1.0, 1.0, 1.0]), Aborts()),
-        mismatch("shape or dtype"),
-    ),
-    Row(
-        "`gather` of 3 elements from rank 1 into a tensor of 2",
-        Differ("gather", (2, 3)),
-        (Aborts(), Gives(None)),
-        mismatch("shape or dtype"),
-    ),
-    Row(
-        "`gather` of 2 elements from rank 1 into a tensor of 3",
-        Differ("gather", (3, 2)),
-        (Wrong([[1.0, 1.0, 1.0], [2.0, 2.0, 0.0]]), Gives(None)),
-        mismatch("shape or dtype"),
-    ),
-    Row(
-        "`all_gather` of 2 elements on rank 0, of 3 on rank 1",
-        Differ("all_gather", (2, 3)),
-        (Aborts(), Anything()),
-        mismatch("shape or dtype"),
-    ),
-    Row(
-        "`reduce_scatter` of 2 by 2 elements on rank 0, of 2 by 3 on rank 1",
-        Differ("reduce_scatter", (2, 3)),
-        (Wrong([3.0, 3.0]), Waits()),
-        mismatch("shape or dtype"),
-    ),
-    Row(
-        "`send` of 3 elements to a `recv` of 2",
-        Differ("send", (3, 2)),
-        (Gives([1.0, 1.0, 1.0]), Aborts()),
-        mismatch("shape or dtype"),
-    ),
-    Row(
-        "`send` of 2 elements to a `recv` of 3",
-        Differ("send", (2, 3)),
-        (Gives([1.0, 1.0]), Wrong([1.0, 1.0, 2.0])),
-        mismatch("shape or dtype"),
-    ),
-    Row(
-        "`all_reduce` of float64 on rank 0, of float32 on rank 1",
-        Differ("all_reduce", dtypes=(F64, F32)),
-        (Anything(), Aborts()),
-        mismatch("shape or dtype"),
-    ),
-    Row(
-        "`all_reduce` of float64 on rank 0, of int64 on rank 1",
-        Differ("all_reduce", dtypes=(F64, I64)),
-        (Wrong([1.0, 1.0]), Wrong([BITS_OF_ONE, BITS_OF_ONE])),
-        mismatch("shape or dtype"),
-    ),
-    Row(
-        "`broadcast` of float32 into float64",
-        Differ("broadcast", dtypes=(F32, F64)),
-        (Gives([1.0, 1.0]), Wrong([0.007812501848093234, 2.0])),
-        mismatch("shape or dtype"),
-    ),
-    Row(
-        "`all_reduce` with `SUM` on rank 0, with `MAX` on rank 1",
-        mistakes.different_reductions,
-        (Wrong([5.0, 10.0]), Wrong([5.0, 10.0])),
-        mismatch("reduction"),
-    ),
-    Row(
-        "Each rank calls `broadcast` with itself as the root",
-        mistakes.own_root,
-        (Waits(), Waits()),
-        mismatch("root"),
-    ),
-    Row(
-        "`broadcast` with root 0 on ranks 0 and 1, with root 1 on rank 2",
-        mistakes.last_names_another_root,
-        (Waits(), Gives([1.0]), Waits()),
-        mismatch("root"),
-    ),
-    Row(
-        "Each rank calls `reduce` with itself as the root",
-        mistakes.reduces_to_itself,
-        (Wrong([3.0]), Waits()),
-        mismatch("root"),
-    ),
-    Row(
-        "`all_reduce` of a tensor that is transposed on all ranks",
-        mistakes.reduces_all_transposed,
-        (MEANT, MEANT),
-        (MEANT, MEANT),
-    ),
-    Row(
-        "`all_reduce` of a tensor that is transposed on rank 0",
-        mistakes.reduces_one_transposed,
-        (
-            Wrong([[0.0, 4.0], [3.0, 7.0], [6.0, 10.0]]),
-            Wrong([[0.0, 3.0], [6.0, 4.0], [7.0, 10.0]]),
-        ),
-        (MEANT, MEANT),
-    ),
-    Row(
-        "`all_reduce` of every second element, `x[::2]`",
-        mistakes.reduces_with_gaps,
-        (Wrong([0.0, 4.0, 4.0]), Wrong([0.0, 4.0, 4.0])),
-        (Gives([0.0, 4.0, 8.0]), Gives([0.0, 4.0, 8.0])),
-    ),
-    Row(
-        "`all_reduce` of one element that is expanded to three",
-        mistakes.reduces_expanded,
-        (Gives([2.0, 2.0, 2.0]), Gives([2.0, 2.0, 2.0])),
-        Refuses(RuntimeError, "a single memory location"),
-    ),
-    Row(
-        "`broadcast` of a tensor that is transposed on the root",
-        mistakes.broadcasts_transposed,
-        (SENT, Wrong([[0.0, 2.0], [4.0, 1.0], [3.0, 5.0]])),
-        (SENT, SENT),
-    ),
-    Row(
-        "`send` of a transposed tensor",
-        mistakes.sends_transposed,
-        (Raises("input tensor has to be contiguous"), Waits()),
-        (SENT, SENT),
-    ),
-    Row(
-        "Rank 1 raises an exception",
-        mistakes.raises,
-        (Waits(), Raises("KeyError: 'boom'")),
-        Refuses(KeyError, "boom"),
-    ),
-    Row(
-        "Rank 1 ends its process",
-        mistakes.ends,
-        (LosesPeer(), Ends(7)),
-        Refuses(RankCrashedError, "Rank 1 of 2 crashed"),
-        faults=(Crash(1),),
-    ),
-    Row(
-        "Rank 0 reads the result of an `all_reduce` before it waits",
-        mistakes.reads_before_waiting,
-        (Wrong([1.0]), Gives([3.0])),
-        (Gives([NAN]), Gives([3.0])),
-    ),
-    Row(
-        "No rank waits for its asynchronous `all_reduce`",
-        mistakes.never_waits,
-        (Gives([3.0]), Gives([3.0])),
-        (Gives([NAN]), Gives([NAN])),
-    ),
-    Row(
-        "`all_to_all_single` of 4 rows: rank 0 splits them as `[1, 2]`",
-        Split(((1, 2), (2, 2))),
-        (Raises("Split sizes doesn't match total dim 0 size"), Waits()),
-        Refuses(RuntimeError, "to sum exactly to 4"),
-    ),
-    Row(
-        "`all_to_all_single`: rank 0 sends 3 rows, and rank 1 expects 2",
-        Split(((1, 3), (2, 2))),
-        (Raises("inLengthPerRank[myRank] == outLengthPerRank[myRank]"), Waits()),
-        mismatch("splits"),
-    ),
-    Row(
-        "`all_to_all`: rank 0 sends 2 elements, and rank 1 expects 1",
-        mistakes.uneven_all_to_all,
-        (Raises("invalid tensor size at index 1 (expected (1), got (2))"), Waits()),
-        mismatch("splits"),
-    ),
-    Row(
-        "Both ranks call `recv` before `send`",
-        mistakes.both_receive,
-        (Waits(), Waits()),
-        Refuses(DeadlockError, "no rank can continue"),
-    ),
-    Row(
-        "Both ranks call `send` before `recv`",
-        mistakes.both_send_first,
-        (Waits(), Waits()),
-        Refuses(DeadlockError, "no rank can continue"),
-    ),
-    Row(
-        "Rank 0 sends, and rank 1 does not receive",
-        mistakes.sends_to_nobody,
-        (Waits(), Gives([2.0])),
-        Refuses(DeadlockError, "no rank can continue"),
-    ),
-    Row(
-        "`send` and `recv` with different tags",
-        mistakes.different_tags,
-        (Waits(), Waits()),
-        Refuses(DeadlockError, "no rank can continue"),
-    ),
-    Row(
-        "`all_gather` into a list of one tensor",
-        mistakes.gathers_into_too_few,
-        (Raises("expected length 2, got 1"), Raises("expected length 2, got 1")),
-        Refuses(ArgumentError, "Expected 2 tensors"),
-    ),
-    Row(
-        "`all_gather` of float64 into float32",
-        mistakes.gathers_into_another_dtype,
-        (Raises("tensors with different dtypes"),) * 2,
-        Refuses(ValueError, "tensors with different dtypes"),
-    ),
-    Row(
-        "`all_reduce` with `MIN` of 1 and NaN",
-        Reduce("MIN", (1.0, NAN), F64),
-        (Wrong([1.0]), Wrong([1.0])),
-        (Gives([NAN]), Gives([NAN])),
-    ),
-    Row(
-        "The same with `af.all_reduce`",
-        mistakes.least,
-        (Gives([NAN]), Gives([NAN])),
-        (Gives([NAN]), Gives([NAN])),
-    ),
-    Row(
-        "`all_reduce` with `AVG` of integers",
-        Reduce("AVG", (1, 2), I64),
-        (Raises("result type Float can't be cast"),) * 2,
-        Refuses(af.errors.ArgumentError, "Gloo does not support AVG"),
-    ),
-    Row(
-        "`all_reduce` with `BAND` of floats",
-        Reduce("BAND", (1, 2), F64),
-        (Raises("Cannot use ReduceOp.BAND with non-integral dtype"),) * 2,
-        Refuses(af.errors.ArgumentError, "Gloo does not support BAND"),
-    ),
-    Row(
-        "`all_reduce` of int16",
-        Reduce("SUM", (1, 2), I16),
-        (Raises("Invalid scalar type"),) * 2,
-        Refuses(af.errors.ArgumentError, "Gloo does not support SUM"),
-    ),
-    Row(
-        "`all_reduce` without `group=`",
-        mistakes.calls_the_default_group,
-        (Gives([3.0]), Gives([3.0])),
-        Refuses(DefaultGroupError, "Pass group=world.group"),
-    ),
-    Row(
-        "Rows (0, 1) and (2, 3) along `dp_shard`: rank 3 skips its row's `all_reduce`",
-        mistakes.skips_in_its_row,
-        (Gives([3.0]), Gives([3.0]), Waits(), Gives([4.0])),
-        Refuses(DeadlockError, "no rank can continue"),
-        axes=SQUARE,
-    ),
-    Row(
-        "The same rows: rank 3 calls `all_reduce` along `dp_replicate` instead",
-        mistakes.takes_the_other_axis,
-        (Gives([3.0]), Gives([3.0]), Waits(), Waits()),
-        Refuses(DeadlockError, "no rank can continue"),
-        axes=SQUARE,
-    ),
-    Row(
-        "All ranks sum along `dp_shard`, then `dp_replicate`; rank 3 in the other order",
-        mistakes.takes_axes_in_another_order,
-        (Wrong([13.0]), Wrong([7.0]), Wrong([13.0]), Gives([10.0])),
-        (Wrong([13.0]), Wrong([7.0]), Wrong([13.0]), Gives([10.0])),
-        axes=SQUARE,
-    ),
+    partial(differ, name="all_reduce", dtypes=(F64, F32)),
+    partial(differ, name="all_reduce", dtypes=(F64, I64)),
+    partial(differ, name="broadcast", dtypes=(F32, F64)),
+    different_reductions,
+    lambda w, x, g: dist.broadcast(x, src=w.rank, **g),
+    lambda w, x, g: dist.broadcast(x, src=w.rank // 2, **g),
+    lambda w, x, g: dist.reduce(x, dst=w.rank, **g),
+    partial(transposed, call=reduces, on=(0, 1)),
+    partial(transposed, call=reduces),
+    partial(reduces_some, make=lambda: torch.arange(6, dtype=F64)[::2]),
+    partial(reduces_some, make=lambda: numbers(1).expand(3)),
+    partial(transposed, call=lambda _, x, g: dist.broadcast(x, src=0, **g)),
+    partial(transposed, call=sends),
+    raises,
+    ends,
+    reads_before_waiting,
+    never_waits,
+    partial(splits, of=([1, 2], [2, 2])),
+    partial(splits, of=([1, 3], [2, 2])),
+    uneven_all_to_all,
+    lambda w, x, g: dist.recv(x, 1 - w.rank, **g) and None,
+    both_send_first,
+    lambda w, x, g: None if w.rank else dist.send(x, 1, **g),
+    lambda w, x, g: sends(w, x, {**g, "tag": w.rank}),
+    partial(gathers_into, count=1, dtype=F64),
+    partial(gathers_into, count=2, dtype=F32),
+    partial(reduce_as, op="MIN", values=(1.0, NAN), dtype=F64),
+    lambda w, _, __: af.all_reduce(numbers((1.0, NAN)[w.rank]), w, "min"),
+    partial(reduce_as, op="AVG", values=(1, 2), dtype=I64),
+    partial(reduce_as, op="BAND", values=(1, 2), dtype=F64),
+    partial(reduce_as, op="SUM", values=(1, 2), dtype=I16),
+    lambda _, x, __: dist.all_reduce(x),
+    partial(in_rows, axis_of_3=None),
+    partial(in_rows, axis_of_3="dp_replicate"),
+    takes_axes_in_another_order,
 ]
 
 
-ABOUT = """\
-# Simulated ranks and real Gloo processes
-
-Read this page if a distributed program hangs or computes wrong values.
-The table shows what mistakes in a program cause with Gloo (torch {}) and on simulated ranks.
-With Gloo, ranks often wait until the timeout (30 minutes), or silently return wrong values.
-A [simulated world](how-to/test-distributed-code.md) usually raises an error at once.
-
-A simulated world cannot detect one mistake: calls with equal shapes in different orders.
-It detects this mistake only if the calls have different labels.
-accelfn labels its own collectives. In your code, pass `label=` to `af.all_reduce` and others.
-On real ranks, `af.World.from_env(checked=True)` compares accelfn's collectives before each call."""
+def run(world: af.World, number: int) -> Any:
+    """Run a program; return its tensors as lists."""
+    x = numbers(world.rank + 1)
+    found = PROGRAMS[number](world, x, {"group": world.group})
+    if isinstance(found, list):
+        return None if found[0] is None else [each.tolist() for each in found]
+    return (found if isinstance(found, torch.Tensor) else x).tolist()
 
 
-def page() -> str:
-    """Return the table as a page of the documentation."""
-    columns = ["| program | on Gloo | in a simulated world |", "| --- | --- | --- |"]
-    lines = [*ABOUT.format(TORCH).splitlines(), "", *columns]
-    for row in ROWS:
-        said = row.simulated
-        simulated = str(said) if isinstance(said, Refuses) else by_rank(said)
-        lines.append(f"| {row.about} | {by_rank(row.gloo)} | {simulated} |")
-    return "\n".join([*lines, ""])
+# A world of fresh Gloo processes with a short timeout, which programs may break.
 
 
-def by_rank(expected: tuple[Any, ...]) -> str:
-    """Return what ranks do in words, once where all do the same."""
-    words = [str(each) for each in expected]
-    if len(set(words)) == 1:
-        return f"every rank {words[0]}"
-    return "<br>".join(f"rank {rank} {each}" for rank, each in enumerate(words))
+@attrs.frozen
+class Outcome:
+    """How a program went on one rank.
+
+    Attributes:
+        how: "returned", "raised", "ended" or "hung".
+        what: what it returned; the error's text; the exit code with the last words.
+    """
+
+    how: str
+    what: Any = None
+
+
+def outcomes(size: int, number: int) -> list[Outcome]:
+    """Run a program in a world of fresh processes, and return each rank's outcome."""
+    with tempfile.TemporaryDirectory() as folder:
+        args = (folder, size, number)
+        ranks = [
+            RankProcess.start(live, rank, *args, name=f"fresh rank {rank}")
+            for rank in range(size)
+        ]
+        try:
+            return wait_for(ranks, Path(folder))
+        finally:
+            for rank in ranks:
+                rank.end()
+
+
+def wait_for(ranks: list[RankProcess], folder: Path) -> list[Outcome]:
+    found: dict[int, Outcome] = {}
+    ends_at = time.monotonic() + HANGS
+    while len(found) < len(ranks) and (left := ends_at - time.monotonic()) > 0:
+        awaited = {r.pipe: i for i, r in enumerate(ranks) if i not in found}
+        for pipe in wait(list(awaited), left):
+            i = awaited[pipe]
+            try:
+                found[i] = pipe.recv()
+            except (EOFError, OSError):
+                ranks[i].process.join(HANGS)
+                last_words = (folder / f"{i}.txt").read_text()
+                found[i] = Outcome("ended", (ranks[i].process.exitcode, last_words))
+    return [found.get(i, Outcome("hung")) for i in range(len(ranks))]
+
+
+def live(rank: int, folder: str, size: int, number: int, pipe: Connection) -> None:
+    """Run a program on one rank, and send its outcome."""
+    os.dup2(os.open(f"{folder}/{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # aborts are expected
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", size)
+    store.set(f"rank {rank} is up", "")  # a busy machine may take its time
+    store.wait([f"rank {i} is up" for i in range(size)], timedelta(seconds=HANGS))
+    timeout = timedelta(seconds=SECONDS)
+    place = {"rank": rank, "world_size": size}
+    dist.init_process_group("gloo", store=store, timeout=timeout, **place)
+    connection, axes = WorldConnection(dist.group.WORLD), axes_of(size)
+    for names, group in open_groups(axes, rank, SECONDS).items():
+        connection.add_part(names, group)
+    world = af.World(rank=rank, size=size, axes=axes, group=connection)
+    try:
+        outcome = Outcome("returned", run(world, number))
+    except Exception as error:  # noqa: BLE001 - told to the parent
+        outcome = Outcome("raised", f"{type(error).__name__}: {error}")
+    pipe.send(outcome)
+    pipe.poll(None)  # the others' connections to this rank stay until all have ended
+
+
+# What the page says.
+
+LOST = "Connection (closed|reset) by peer"
+WAITED = f"Timed out waiting|Application timeout caused pair closure|{LOST}|Broken pipe"
+"""Which of these Gloo says depends on whose clock, or which thread, comes first."""
+
+
+def axes_of(size: int) -> dict[str, int]:
+    """Return the axes of a world: ranks of four lie in a square."""
+    return {"dp_replicate": 2, "dp_shard": 2} if size == 4 else {}
+
+
+def by_rank(cell: str) -> list[str]:
+    """Return what a cell of the page says of each rank."""
+    said = [re.sub(r"^(every rank|rank \d) ", "", e) for e in cell.split("<br>")]
+    return said * 2 if cell.startswith("every") else said
+
+
+def fits(said: str, outcome: Outcome) -> bool:
+    """Whether a rank did what the page says of it."""
+    how, what = outcome.how, outcome.what
+    kind, words = said.replace("*", "").partition("`")[::2]
+    match kind.strip():
+        case "returns" | "wrongly returns":
+            return (how, repr(what)) == ("returned", words.rstrip("`"))
+        case "raises":
+            words = words.rstrip("`")
+            is_lost = re.search(LOST, words) and re.search(WAITED, what or "")
+            return how == "raised" and bool(is_lost or words in what)
+        case "waits until the timeout":
+            return how == "raised" and bool(re.search(WAITED, what))
+        case "aborts the process":
+            last_words = "Received data size doesn't match expected size"
+            return how == "ended" and what[0] == -6 and last_words in what[1]
+        case "ends with exit code 7":
+            return outcome == Outcome("ended", (7, ""))
+    assert said == "raises, or returns any value"
+    return how != "hung"
 
 
 @pytest.fixture(scope="module")
-def on_gloo() -> dict[str, list[Outcome]]:
+def on_gloo() -> list[list[Outcome]]:
     """Every row's outcomes, several worlds side by side: most of them wait."""
+    sizes = [len(by_rank(gloo)) for _, gloo, _ in ROWS]
     with ThreadPoolExecutor(8) as side_by_side:
-        found = side_by_side.map(
-            lambda r: outcomes(len(r.gloo), r.program, r.axes), ROWS
-        )
-        return dict(zip([row.about for row in ROWS], found, strict=True))
+        return [*side_by_side.map(outcomes, sizes, range(len(ROWS)))]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.about)
-def test_gloo_does_what_the_table_says(row, on_gloo):
+ids = [about for about, *_ in ROWS]
+
+
+@pytest.mark.parametrize("number", range(len(PROGRAMS)), ids=ids)
+def test_gloo_does_what_the_page_says(number, on_gloo):
     """Each rank returns, raises, waits or ends as its row says."""
-    found = on_gloo[row.about]
-    if not all(e.fits(o) for e, o in zip(row.gloo, found, strict=True)):
-        # alone: the machine may be busy
-        found = outcomes(len(row.gloo), row.program, row.axes)
-    for rank, (expected, outcome) in enumerate(zip(row.gloo, found, strict=True)):
-        assert expected.fits(outcome), f"rank {rank} {expected}? {outcome}"
+    expected, found = by_rank(ROWS[number][1]), on_gloo[number]
+    if not all(map(fits, expected, found)):  # alone: the machine may be busy
+        found = outcomes(len(expected), number)
+    for rank, (said, outcome) in enumerate(zip(expected, found, strict=True)):
+        assert fits(said, outcome), f"rank {rank} {said}? {outcome}"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.about)
-def test_a_simulated_world_does_what_the_table_says(row):
+@pytest.mark.parametrize("number", range(len(PROGRAMS)), ids=ids)
+def test_a_simulated_world_does_what_the_page_says(number):
     """It raises the error of the row, or gives each rank what stands there."""
-    size, expected = len(row.gloo), row.simulated
-    if isinstance(expected, Refuses):
-        with pytest.raises(expected.error, match=re.escape(expected.words)):
-            simulate(size, row.program, faults=row.faults, axes=row.axes)
+    about, gloo, simulated = ROWS[number]
+    size, program = len(by_rank(gloo)), partial(run, number=number)
+    faults = [Crash(1)] if about == "Rank 1 ends its process" else []
+    if refusal := re.fullmatch(r"`(\w+)`: (.*)", simulated):
+        with pytest.raises(Exception, match=re.escape(refusal[2])) as caught:
+            simulate(size, program, faults=faults, axes=axes_of(size))
+        assert caught.type.__name__ == refusal[1]
         return
-    run = simulate(size, row.program, axes=row.axes)
-    for result, rank in zip(run, expected, strict=True):
-        assert rank.fits(Outcome("returned", result))
-
-
-def test_the_page_is_the_table():
-    """The documentation shows these rows and no others."""
-    assert page() == PAGE.read_text(), "python -m tests.ranks.test_gloo writes it anew"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
+    results = simulate(size, program, axes=axes_of(size))
+    for result, said in zip(results, by_rank(simulated), strict=True):
+        assert fits(said, Outcome("returned", result))
