@@ -4,11 +4,22 @@
 And where they do not, `simulate(also="processes")` says so.
 """
 
+import dataclasses
+import enum
+import multiprocessing
+import os
+import random
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import attrs
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,14 +28,388 @@ from accelfn.errors import LawError
 from accelfn.testing import Raise, simulate
 from tests.processes import run_ranks
 from tests.ranks import programs, programs_of_axes, programs_of_parts
-from tests.ranks import programs_of_collectives as collectives
-from tests.ranks import programs_of_differences as differences
 from tests.ranks import programs_of_trees as trees
-from tests.ranks.programs_of_collectives import CALLS, DTYPES, REDUCTIONS, Collective
 from tests.ranks.programs_of_trees import TreeCall, tree_calls
 from tests.strategies import Run, runs
 
 pytestmark = pytest.mark.ranks(2)
+on_both = partial(simulate, also="processes")
+"""Run a program on simulated ranks and on processes, which must give the same."""
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Pair(NamedTuple):
+    one: object
+    two: object
+
+
+@attrs.frozen
+class Record:
+    _field: object
+
+
+@dataclasses.dataclass
+class Data:
+    field: object
+
+
+def nan(payload: int) -> float:
+    """Return one of the many floats that are not a number."""
+    return struct.unpack("<d", struct.pack("<Q", 0x7FF8 << 48 | payload))[0]
+
+
+def on_process(world: af.World) -> bool:
+    """Whether this is rank 1 of a world of processes, where a difference is planted."""
+    return multiprocessing.parent_process() is not None and world.rank == 1
+
+
+PAIRS: dict[str, tuple[object, object, str]] = {
+    "int": (1, 2, "result: 1 and 2"),
+    "bool and int": (1, True, "result: 1 and True"),
+    "int and float": (1, 1.0, "result: 1 and 1.0"),
+    "zero": (0.0, -0.0, "result: 0.0 and -0.0"),
+    "NaN": (nan(0), nan(1), "result: nan of bits"),
+    "complex": (1j, 2j, "result: 1j and 2j"),
+    "str": ("a", "b", "result: 'a' and 'b'"),
+    "bytes": (b"a", b"b", "result: b'a' and b'b'"),
+    "None": (None, 0, "result: None and 0"),
+    "dtype": (torch.int8, torch.uint8, "result: torch.int8 and torch.uint8"),
+    "enum": (Colour.RED, Colour.BLUE, "result: Colour 1 and Colour 2"),
+    "list": ([1, 2], [1, 3], r"result\[1\]: 2 and 3"),
+    "longer": ([1], [1, 3], r"result\[1\]: only in the world of processes"),
+    "tuple": ([1], (1,), "result: list of 1 and tuple of 1"),
+    "named": (Pair(1, 2), Pair(1, 3), r"result\.two: 2 and 3"),
+    "set": ({1, 2}, {1, 3}, r"result\[1\]: 2 and 3"),
+    "dict": ({"a": {0: 1}}, {"a": {0: 2}}, r"result\['a'\]\[0\]: 1 and 2"),
+    "key": ({"a": 1}, {"b": 1}, r"result\['a'\]: only in the simulated world"),
+    "kind": ({}, OrderedDict(), "result: dict of 0 and OrderedDict of 0"),
+    "record": (Record([1]), Record([2]), r"result\._field\[0\]: 1 and 2"),
+    "dataclass": (Data(1), Data(2), r"result\.field: 1 and 2"),
+    "metrics": (
+        af.Metrics({"loss": (2.0, 2)}),
+        af.Metrics({"loss": (1.0, 1)}),
+        r"result\.sums\['loss'\]\.amount: 2\.0 and 1\.0",
+    ),
+    "tensor": (
+        torch.zeros(2, 3),
+        torch.eye(2, 3),
+        r"result: 2 of 6 elements differ, the first at \[0, 0\]: 0\.0 and 1\.0",
+    ),
+    "tensor's NaN": (
+        torch.tensor([1.0, nan(0)], dtype=torch.float64),
+        torch.tensor([1.0, nan(1)], dtype=torch.float64),
+        r"at \[1\]: nan of bits 0x7ff8000000000000 and nan of bits 0x7ff8000000000001",
+    ),
+    "tensor's dtype": (torch.zeros(2), torch.zeros(2).int(), "float32 .* and .* int32"),
+    "tensor's shape": (torch.zeros(2), torch.zeros(2, 1), r"\(2,\) .* and \(2, 1\)"),
+    "array": (
+        np.arange(3),
+        np.arange(3) % 2,
+        r"result\[\.\.\.\]: .* at \[2\]: 2 and 0",
+    ),
+    "scalar": (np.float32(1), np.float64(1), "numpy float32 and numpy float64"),
+    "array and tensor": (np.zeros(2), torch.zeros(2).double(), "result: .*numpy"),
+}
+"""By name: what the simulated ranks return, what rank 1 of processes does, what is said."""
+
+
+def planted(world: af.World, name: str) -> object:
+    """Return something else on a process than in a simulated world."""
+    one, two, _ = PAIRS[name]
+    return two if on_process(world) else one
+
+
+def equal(world: af.World) -> list[object]:
+    """Return the same in both worlds, made anew in each."""
+    run = Run(setup=af.chain(af.shard_data(), af.wrap_ddp(), af.ema(0.5)))
+    return [run.train(run.state(world))[0], *(two for _, two, _ in PAIRS.values())]
+
+
+INCOMPARABLE: dict[str, object] = {
+    "function": equal,
+    "object": object(),
+    "module": torch.nn.Linear(1, 1),
+    "generator": torch.default_generator,
+    "sparse": torch.eye(2).to_sparse(),
+    "meta": torch.empty(2, device="meta"),
+    "objects": np.array([object()]),
+    "texts": np.array(["a"]),
+    "key": {object(): 1},
+    "range": range(3),
+    "subclass": torch.nn.Buffer(torch.ones(1)).as_subclass(
+        type("T", (torch.Tensor,), {})
+    ),
+}
+
+
+def incomparable(world: af.World, name: str) -> object:
+    """Return what cannot be compared, deep inside."""
+    return {"rank": world.rank, "inside": [Record(INCOMPARABLE[name])]}
+
+
+def draws(world: af.World) -> dict[str, Any]:
+    """Return draws from every generator of a process."""
+    return {
+        "torch": torch.randn(3) + world.rank,
+        "numpy": np.random.rand(2),  # noqa: NPY002 - the one that ranks share
+        "python": random.random(),  # noqa: S311
+    }
+
+
+def modes(world: af.World) -> dict[str, Any]:
+    """Return what the caller's modes do to a product."""
+    weight = torch.ones(2, 2, requires_grad=True)
+    product = weight @ torch.ones(2, 2)
+    return {"product": product, "grad": product.requires_grad, "rank": world.rank}
+
+
+def fails_on_processes(world: af.World) -> None:
+    """Raise where a simulated rank does not."""
+    if on_process(world):
+        raise KeyError("only here")
+
+
+def variable(world: af.World) -> tuple[int, str | None]:
+    """Return what the environment says of the rank, as no program should ask it."""
+    return world.rank, os.environ.get("RANK")
+
+
+def strided(world: af.World) -> torch.Tensor:
+    """Reduce a tensor with gaps, which Gloo does wrong without a word."""
+    x = torch.arange(6, dtype=torch.float64)[::2]
+    dist.all_reduce(x, group=world.group)
+    return x
+
+
+def moved_state(world: af.World) -> af.TrainState:
+    """Return a state of which one bit is another on a process."""
+    run = Run(setup=af.chain(af.shard_data(), af.wrap_ddp()))
+    trained, _ = run.train(run.state(world))
+    params = {name: param.clone() for name, param in trained.params.items()}
+    if on_process(world):
+        params["head.bias"].view(torch.int64)[1] += 1
+    return trained.with_params(params)
+
+
+Posted: TypeAlias = tuple[Any, Any]
+"""A work to wait for, or None; and what will hold the results then."""
+
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+INTEGERS = ("int64", "int32", "int8", "uint8")
+DTYPES = (*FLOATS, *INTEGERS, "bool")  # Gloo gathers no complex numbers
+REDUCTIONS = (
+    *((name, dtype) for name in ("SUM", "PRODUCT") for dtype in (*FLOATS, *INTEGERS)),
+    *((name, dtype) for name in ("MIN", "MAX") for dtype in (*FLOATS, *INTEGERS)),
+    *((name, dtype) for name in ("BAND", "BOR", "BXOR") for dtype in INTEGERS),
+    *(("AVG", dtype) for dtype in FLOATS),
+    *(("SUM", dtype) for dtype in ("bool", "complex64")),
+)
+
+
+@attrs.frozen
+class Collective:
+    """One call of a program, the same on all ranks but for their data.
+
+    Attributes:
+        kind: which function of this module calls it.
+        numbers: small integers, which each rank takes in a turn of its own as its data.
+        length: how many of them a rank's tensor has.
+        reduction: of those that reduce, by name, and the dtype.
+        root: the rank that sends or receives, modulo the world's size.
+        is_async: whether it is waited for at the end of the program only.
+    """
+
+    kind: str
+    numbers: tuple[int, ...] = (1,)
+    length: int = 1
+    reduction: tuple[str, str] = ("SUM", "float64")
+    root: int = 0
+    is_async: bool = False
+
+    def data(self, world: af.World, *, parts: int = 1) -> torch.Tensor:
+        """Return a rank's tensor, of some times the length."""
+        turned = [
+            self.numbers[(world.rank + i) % len(self.numbers)]
+            for i in range(parts * self.length)
+        ]
+        return torch.tensor(turned).to(getattr(torch, self.reduction[1]))
+
+    def empty(self, world: af.World, *, parts: int = 1) -> torch.Tensor:
+        """Return a tensor for results."""
+        return torch.zeros_like(self.data(world, parts=parts))
+
+    def empties(self, world: af.World) -> list[torch.Tensor]:
+        """Return a tensor a rank for results."""
+        return [self.empty(world) for _ in range(world.size)]
+
+    def options(self, world: af.World) -> dict[str, Any]:
+        """Return what all calls are given."""
+        return {"group": world.group, "async_op": self.is_async}
+
+    @property
+    def op(self) -> Any:
+        """The reduction that torch knows."""
+        return getattr(dist.ReduceOp, self.reduction[0])
+
+
+CALLS: dict[str, Callable[[af.World, Collective], Posted]] = {}
+
+
+def kind(call: Callable[[af.World, Collective], Posted]) -> Any:
+    """Add a function to `CALLS`."""
+    CALLS[call.__name__] = call
+    return call
+
+
+def call_all(world: af.World, program: tuple[Collective, ...]) -> list[Any]:
+    """Run a program; return what each call gave, those to be awaited waited for last."""
+    posted = [CALLS[each.kind](world, each) for each in program]
+    for work, _ in reversed(posted):
+        if work is not None:
+            work.wait()
+    return [results for _, results in posted]
+
+
+@kind
+def all_reduce(world: af.World, call: Collective) -> Posted:
+    x = call.data(world)
+    return dist.all_reduce(x, op=call.op, **call.options(world)), x
+
+
+@kind
+def reduce(world: af.World, call: Collective) -> Posted:
+    x, root = call.data(world), call.root % world.size
+    work = dist.reduce(x, dst=root, op=call.op, **call.options(world))
+    return work, x if world.rank == root else None  # some backends tear the others'
+
+
+@kind
+def broadcast(world: af.World, call: Collective) -> Posted:
+    x = call.data(world)
+    return dist.broadcast(x, src=call.root % world.size, **call.options(world)), x
+
+
+@kind
+def all_gather(world: af.World, call: Collective) -> Posted:
+    got = call.empties(world)
+    return dist.all_gather(got, call.data(world), **call.options(world)), got
+
+
+@kind
+def all_gather_single(world: af.World, call: Collective) -> Posted:
+    got = call.empty(world, parts=world.size)
+    return dist.all_gather_single(got, call.data(world), **call.options(world)), got
+
+
+@kind
+def gather(world: af.World, call: Collective) -> Posted:
+    root = call.root % world.size
+    got = call.empties(world) if world.rank == root else None
+    return dist.gather(call.data(world), got, dst=root, **call.options(world)), got
+
+
+@kind
+def scatter(world: af.World, call: Collective) -> Posted:
+    root, got = call.root % world.size, call.empty(world)
+    whole = call.data(world, parts=world.size)
+    parts = list(whole.chunk(world.size)) if world.rank == root else None
+    return dist.scatter(got, parts, src=root, **call.options(world)), got
+
+
+@kind
+def reduce_scatter(world: af.World, call: Collective) -> Posted:
+    got, whole = call.empty(world), call.data(world, parts=world.size)
+    parts = list(whole.chunk(world.size))
+    return dist.reduce_scatter(got, parts, op=call.op, **call.options(world)), got
+
+
+@kind
+def reduce_scatter_single(world: af.World, call: Collective) -> Posted:
+    got, whole = call.empty(world), call.data(world, parts=world.size)
+    work = dist.reduce_scatter_single(got, whole, op=call.op, **call.options(world))
+    return work, got
+
+
+@kind
+def all_to_all(world: af.World, call: Collective) -> Posted:
+    whole, got = call.data(world, parts=world.size), call.empties(world)
+    parts = list(whole.chunk(world.size))
+    return dist.all_to_all(got, parts, **call.options(world)), got
+
+
+@kind
+def all_to_all_uneven(world: af.World, call: Collective) -> Posted:
+    """Give rank r one row more than rank r - 1, so that no two get the same."""
+    counts = [call.length + rank for rank in range(world.size)]
+    whole = call.data(world, parts=world.size + sum(counts))[: sum(counts)]
+    mine = counts[world.rank]
+    got = torch.zeros(mine * world.size, dtype=whole.dtype)
+    work = dist.all_to_all_single(
+        got, whole, [mine] * world.size, counts, **call.options(world)
+    )
+    return work, got
+
+
+@kind
+def barrier(world: af.World, call: Collective) -> Posted:
+    return dist.barrier(**call.options(world)), None
+
+
+@kind
+def send_recv(world: af.World, call: Collective) -> Posted:
+    """Send from the root to the next rank."""
+    source, x = call.root % world.size, call.data(world)
+    if world.rank == source:
+        dist.send(x, dst=(source + 1) % world.size, group=world.group, tag=call.length)
+    elif world.rank == (source + 1) % world.size:
+        dist.recv(x, src=source, group=world.group, tag=call.length)
+    return None, x
+
+
+@kind
+def recv_from_any(world: af.World, call: Collective) -> Posted:
+    """Send from the root to the next rank, which does not say from whom it takes."""
+    source, x = call.root % world.size, call.data(world)
+    found = None
+    if world.rank == source:
+        dist.send(x, dst=(source + 1) % world.size, group=world.group)
+    elif world.rank == (source + 1) % world.size:
+        found = dist.recv(x, group=world.group)
+    return None, (found, x)
+
+
+@kind
+def ring(world: af.World, call: Collective) -> Posted:
+    """Send to the next rank and receive from the one before, at once."""
+    after, before = ((world.rank + i) % world.size for i in (1, -1))
+    x, got = call.data(world), call.empty(world)
+    pair = [
+        dist.P2POp(dist.isend, x, after, group=world.group),
+        dist.P2POp(dist.irecv, got, before, group=world.group),
+    ]
+    for work in dist.batch_isend_irecv(pair):
+        work.wait()
+    return None, got
+
+
+@kind
+def all_gather_object(world: af.World, call: Collective) -> Posted:
+    got: list[Any] = [None] * world.size
+    mine = {"rank": world.rank, "numbers": call.numbers}
+    dist.all_gather_object(got, mine, group=world.group)
+    return None, got
+
+
+@kind
+def broadcast_object(world: af.World, call: Collective) -> Posted:
+    carried: list[Any] = [world.rank, call.numbers]
+    dist.broadcast_object_list(carried, src=call.root % world.size, group=world.group)
+    return None, carried
+
 
 # different ones, so that no part of a tensor passes for another
 NUMBERS = st.lists(st.integers(-3, 3), min_size=3, max_size=5, unique=True)
@@ -51,8 +436,7 @@ def test_collectives_give_what_gloo_gives(
     program: list[Collective], size: int, schedule: list[int]
 ) -> None:
     """Any program of any collectives, waited for or not, under any schedule."""
-    run = partial(collectives.run, program=tuple(program))
-    simulate(size, run, schedule=schedule, also="processes")
+    on_both(size, partial(call_all, program=tuple(program)), schedule=schedule)
 
 
 @given(programs_of_axes.programs(most=4))
@@ -60,7 +444,7 @@ def test_calls_along_axes_give_what_gloo_gives(
     program: programs_of_axes.Program,
 ) -> None:
     """Any program along any axes, of collectives, messages, functional ones and DTensors."""
-    simulate(program.size, program, axes=program.axes, also="processes")
+    on_both(program.size, program, axes=program.axes)
 
 
 @settings(max_examples=8)
@@ -69,7 +453,7 @@ def test_calls_in_parts_give_what_gloo_gives(
     program: programs_of_parts.Program,
 ) -> None:
     """Any program in any parts, by size and by machine, whoever else calls."""
-    simulate(program.size, program, also="processes")
+    on_both(program.size, program)
 
 
 @given(st.lists(tree_calls(), max_size=6), st.sampled_from([2, 2, 3]), schedules)
@@ -77,14 +461,13 @@ def test_collectives_on_trees_give_what_gloo_gives(
     program: list[TreeCall], size: int, schedule: list[int]
 ) -> None:
     """Any program of gather, reduce and their kin: any dtype, ragged rows, any layout."""
-    run = partial(trees.run, program=tuple(program))
-    simulate(size, run, schedule=schedule, also="processes")
+    on_both(size, partial(trees.run, program=tuple(program)), schedule=schedule)
 
 
 def test_numbers_at_their_limits_give_what_gloo_gives():
     """NaN wins and no mean overflows on either, whichever rank has what."""
     for size in (2, 3):
-        simulate(size, trees.at_limits, also="processes")
+        on_both(size, trees.at_limits)
 
 
 @pytest.mark.parametrize("dtype", trees.DTYPES)
@@ -96,19 +479,19 @@ def test_every_dtype_gives_what_gloo_gives(dtype):
         *(TreeCall(kind, (dtype, dtype), (1, 2), root=1) for kind in kinds),
         *(TreeCall("reduce", (dtype, dtype), op=op, transposed=True) for op in ops),
     )
-    simulate(2, partial(trees.run, program=program), also="processes")
+    on_both(2, partial(trees.run, program=program))
 
 
-@pytest.mark.parametrize("kind", CALLS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_collective_gives_what_gloo_gives(kind, size):
-    """Each kind alone, from every root, awaited at once and later."""
+def test_every_collective_gives_what_gloo_gives(size):
+    """Each kind, from every root, awaited at once and later."""
     program = tuple(
         Collective(kind, (1, -2, 3), 2, root=root, is_async=is_async)
+        for kind in CALLS
         for root in range(3)
         for is_async in (False, True)
     )
-    simulate(size, partial(collectives.run, program=program), also="processes")
+    on_both(size, partial(call_all, program=program))
 
 
 ENGINES = [
@@ -152,7 +535,7 @@ def trainings(draw: st.DrawFn) -> Run:
 @given(trainings(), schedules)
 def test_training_gives_what_gloo_gives(run: Run, schedule: list[int]) -> None:
     """Every state and metric of a run, on any data: two ranks add in either order alike."""
-    simulate(2, partial(programs.train, run=run), schedule=schedule, also="processes")
+    on_both(2, partial(programs.train, run=run), schedule=schedule)
 
 
 COMPRESSED = [
@@ -175,102 +558,80 @@ def test_compressed_training_gives_what_gloo_gives(
     """Through DistributedDataParallel's hook gradients are the same on any ranks."""
     ddp = af.wrap_ddp(bucket_cap_mb=bucket)
     run = attrs.evolve(run, setup=af.chain(af.shard_data(), ddp, method))
-    simulate(2, partial(programs.train, run=run), schedule=schedule, also="processes")
+    on_both(2, partial(programs.train, run=run), schedule=schedule)
 
 
 def test_synced_batchnorm_gives_what_gloo_gives():
     """Statistics of two ranks, and gradients through them, are the same on any ranks."""
     setup = af.chain(af.shard_data(), af.wrap_ddp(), af.sync_batchnorm())
     run = Run(n=11, batch_size=4, kind="norm", updates=4, dyadic=False, setup=setup)
-    simulate(2, partial(programs.train, run=run), also="processes")
+    on_both(2, partial(programs.train, run=run))
 
 
-def test_a_state_is_compared_in_what_is_saved_of_it():
-    """Two states pass; one bit of one parameter on one rank is named."""
-    run = Run(setup=af.chain(af.shard_data(), af.wrap_ddp(), af.ema(0.5)))
-    simulate(2, partial(differences.state, run=run), also="processes")
-    with pytest.raises(
-        LawError, match=r"(?s)Rank 1 of 2.*\.params\['head.bias'\]: .* at \[1\]"
-    ):
-        simulate(2, partial(differences.moved_state, run=run), also="processes")
-
-
-@pytest.mark.parametrize("name", differences.PAIRS)
+@pytest.mark.parametrize("name", PAIRS)
 def test_a_difference_is_named(name):
     """By rank, place and both values; and the run that shows it."""
-    with pytest.raises(LawError, match=differences.PAIRS[name][2]) as raised:
-        simulate(2, partial(differences.planted, name=name), also="processes")
+    with pytest.raises(LawError, match=PAIRS[name][2]) as raised:
+        on_both(2, partial(planted, name=name))
     assert str(raised.value).startswith("Rank 1 of 2 ")
     assert "accelfn.testing.simulate(2, " in str(raised.value)
 
 
-@pytest.mark.parametrize("name", differences.PAIRS)
-def test_equal_results_pass(name):
+def test_equal_results_pass():
     """What differs above is found equal to itself."""
-    simulate(2, partial(differences.equal, name=name), also="processes")
+    on_both(2, equal)
 
 
-@pytest.mark.parametrize("name", differences.INCOMPARABLE)
+@pytest.mark.parametrize("name", INCOMPARABLE)
 def test_what_cannot_be_compared_is_refused(name):
     """It never passes for equal."""
     with pytest.raises(
         af.errors.ArgumentError, match=r"\['inside'\]\[0\]\._field.*cannot compare"
     ):
-        simulate(2, partial(differences.incomparable, name=name), also="processes")
+        on_both(2, partial(incomparable, name=name))
 
 
 @pytest.mark.parametrize("seed", [0, 7])
 def test_generators_are_seeded_alike(seed):
     """Each rank draws in a process what it draws in a simulated world."""
-    run = simulate(2, differences.draws, seed=seed, also="processes")
+    run = on_both(2, draws, seed=seed)
     assert run[0]["python"] != run[1]["python"]
 
 
 @pytest.mark.parametrize(
     "mode",
-    [
-        torch.no_grad,
-        torch.inference_mode,
-        partial(torch.autocast, "cpu", torch.bfloat16),
-    ],
-    ids=["no_grad", "inference_mode", "autocast"],
+    [torch.no_grad, partial(torch.autocast, "cpu", torch.bfloat16)],
+    ids=["no_grad", "autocast"],
 )
 def test_modes_are_the_callers(mode):
     """Processes compute under the modes of whoever simulates."""
     with mode():
-        simulate(2, differences.modes, also="processes")
+        on_both(2, modes)
 
 
-def test_a_program_that_fails_on_processes_only_breaks_the_law():
-    """The error has the traceback of the rank."""
-    with pytest.raises(LawError, match="(?s)Rank 1 of 2.*KeyError: 'only here'"):
-        simulate(2, differences.fails_on_processes, also="processes")
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (fails_on_processes, "(?s)Rank 1 of 2.*KeyError: 'only here'"),
+        (variable, r"result\[1\]: None and '0'"),
+        (strided, r"at \[2\]: 8.0 and 4.0"),
+        (moved_state, r"(?s)Rank 1 of 2.*\.params\['head.bias'\]: .* at \[1\]"),
+    ],
+)
+def test_what_processes_do_otherwise_is_found(program, said):
+    """An error, a variable, what Gloo does wrong, and one bit of a state."""
+    with pytest.raises(LawError, match=said):
+        on_both(2, program)
 
 
-def test_a_program_that_reads_its_rank_from_the_environment_is_found():
-    """Simulated ranks have no environment of their own."""
-    with pytest.raises(LawError, match=r"result\[1\]: None and '0'"):
-        simulate(2, differences.variable, also="processes")
-
-
-def test_what_gloo_does_wrong_is_found():
-    """A tensor with gaps is reduced as it should be in a cannot have planned."""
-    with pytest.raises(LawError, match=r"at \[2\]: 8.0 and 4.0"):
-        simulate(2, differences.strided, also="processes")
-
-
-def test_faults_are_refused():
-    """They cannot happen to processes."""
+def test_what_processes_cannot_do_is_refused():
+    """Faults, and a lambda, which has no name by which another process could import it."""
     with pytest.raises(
         af.errors.ArgumentError, match=r"Raise\(rank=1.*cannot have planned"
     ):
-        simulate(2, differences.draws, faults=[Raise(1)], also="processes")
-
-
-def test_a_program_that_cannot_be_sent_is_refused():
-    """A lambda has no name by which another process could import it."""
+        on_both(2, draws, faults=[Raise(1)])
     with pytest.raises(af.errors.ArgumentError, match='also="processes".*is a lambda'):
-        simulate(2, lambda world: world.rank, also="processes")
+        on_both(2, lambda world: world.rank)
 
 
 def test_parts_wait_as_long_as_their_world():

@@ -3,6 +3,7 @@
 
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -10,35 +11,125 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import accelfn as af
 from accelfn.testing import RankError, processes, run_processes
-from tests.ranks import programs_of_processes as programs
 from tests.waiting import HANGS, is_gone, wait_until
 
 pytestmark = pytest.mark.ranks(2)
+
+
+def place(world: af.World) -> tuple[int, int, int]:
+    """Return where the rank is, and the process that it is in."""
+    return world.rank, world.size, os.getpid()
+
+
+def total(world: af.World, values: torch.Tensor) -> torch.Tensor:
+    """Return the sum over ranks of values times the rank's number from 1."""
+    mine = values * (world.rank + 1)
+    dist.all_reduce(mine, group=world.group)
+    return mine
+
+
+def surroundings(world: af.World) -> dict[str, Any]:
+    """Return what a program finds around it."""
+    single = torch.ones(2, 2, dtype=torch.float32)
+    return {
+        "place": world.rank,
+        "directory": str(Path.cwd()),
+        "variable": os.environ.get("ACCELFN_TEST"),
+        "rank": os.environ.get("RANK"),
+        "threads": torch.get_num_threads(),
+        "dtype": torch.tensor(1.0).dtype,
+        "grad": torch.is_grad_enabled(),
+        "product": (single @ single).dtype,
+        "world": af.World.from_env(device="cpu").rank,
+    }
+
+
+def rows_of_workers(world: af.World) -> list[int]:
+    """Return what a DataLoader with a worker process of its own yields."""
+    loader = torch.utils.data.DataLoader([world.rank, 2, 3], num_workers=1)
+    return [int(row) for row in loader]
+
+
+class BoomError(Exception):
+    """Leaves a file when it is forgotten: then its rank knows when it was raised."""
+
+    def __init__(self, left: Path) -> None:
+        """Take the file."""
+        super().__init__()
+        self.left = left
+
+    def __del__(self) -> None:
+        """Leave it."""
+        self.left.touch()
+
+
+def raise_in_turn(world: af.World, first: int, folder: str) -> None:
+    """Raise on one rank, and on the other when that one has raised."""
+    left = Path(folder, str(first))
+    if world.rank == first:
+        raise BoomError(left)
+    wait_until(left.exists)
+    msg = f"boom on rank {world.rank}"
+    raise ValueError(msg)
+
+
+def raise_alone(world: af.World) -> None:
+    """Raise on rank 0, for which the others wait without end."""
+    if world.rank == 0:
+        raise ValueError("boom on rank 0")
+    threading.Event().wait()
+
+
+def end(world: af.World, how: str) -> None:
+    """End rank 1 while rank 0 waits for it."""
+    if world.rank == 1:
+        if how == "exit":
+            os._exit(7)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier(group=world.group)
+
+
+def send_too_much(world: af.World) -> None:
+    """Broadcast more than the others expect, which Gloo answers with an abort."""
+    dist.broadcast(torch.ones(3 - world.rank), src=0, group=world.group)
+    dist.barrier(group=world.group)
+
+
+def spin(world: af.World, folder: str) -> None:
+    """Tell the process's id in a file, and never return."""
+    (Path(folder) / str(world.rank)).write_text(str(os.getpid()))
+    while True:
+        pass
+
+
+def unsendable(world: af.World) -> object:
+    """Return what cannot be pickled."""
+    return world.rank, threading.Lock()
+
+
 ROOT = Path(__file__).parents[2]
 
 
 def test_results_are_in_the_order_of_ranks():
-    """Each rank knows its place, and its result stands there."""
+    """Each rank knows its place; a second program runs in the processes of the first."""
     for size in (1, 2, 3):
-        found = run_processes(size, programs.place)
+        found = run_processes(size, place)
         assert [(r, size) for r in range(size)] == [each[:2] for each in found]
-
-
-def test_ranks_stay_between_programs():
-    """A second program runs in the processes of the first."""
-    assert run_processes(2, programs.place) == run_processes(2, programs.place)
+        assert found == run_processes(size, place)
 
 
 def test_arguments_and_results_of_any_size_travel():
     """Tensors larger than a pipe's buffer come and go, and ranks really talk."""
     values = torch.arange(1e6)
-    for found in run_processes(2, programs.total, values):
+    for found in run_processes(2, total, values):
         assert torch.equal(found, 3 * values)
 
 
@@ -46,20 +137,20 @@ def test_two_threads_take_turns():
     """Programs of several threads do not get one another's answers."""
     with ThreadPoolExecutor(4) as threads:
         found = threads.map(
-            lambda i: run_processes(2, programs.total, torch.tensor(i)), range(20)
+            lambda i: run_processes(2, total, torch.tensor(i)), range(20)
         )
         assert [3 * i for i in range(20)] == [int(first) for first, _ in found]
 
 
 def test_ranks_find_what_the_caller_has(tmp_path, monkeypatch):
     """Directory, environment, dtype and modes are the caller's, the next caller's too."""
-    before = run_processes(2, programs.surroundings)
+    before = run_processes(2, surroundings)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELFN_TEST", "seen")
     torch.set_default_dtype(torch.float64)
     try:
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-            found = run_processes(2, programs.surroundings)
+            found = run_processes(2, surroundings)
     finally:
         torch.set_default_dtype(torch.float32)
     monkeypatch.undo()
@@ -69,14 +160,14 @@ def test_ranks_find_what_the_caller_has(tmp_path, monkeypatch):
         assert (rank, str(rank), rank) == (each["place"], each["rank"], each["world"])
         assert not each["grad"]
         assert each["threads"] == torch.get_num_threads()
-    after = run_processes(2, programs.surroundings)
+    after = run_processes(2, surroundings)
     for key in ("directory", "variable", "dtype", "grad"):
         assert before[0][key] == after[0][key]
 
 
 def test_ranks_may_start_processes():
     """A DataLoader's workers run in a rank."""
-    assert run_processes(2, programs.rows_of_workers) == [[0, 2, 3], [1, 2, 3]]
+    assert run_processes(2, rows_of_workers) == [[0, 2, 3], [1, 2, 3]]
 
 
 def unmade() -> Callable[..., None]:
@@ -90,10 +181,8 @@ def unmade() -> Callable[..., None]:
     [
         pytest.param(lambda world: world.rank, (), "is a lambda", id="lambda"),
         pytest.param(unmade(), (), "is defined in a function", id="closure"),
-        pytest.param(
-            partial(programs.total, values=lambda: 1), (), "is a lambda", id="partial"
-        ),
-        pytest.param(programs.total, (threading.Lock(),), "pickle cannot", id="lock"),
+        pytest.param(partial(total, values=lambda: 1), (), "is a lambda", id="partial"),
+        pytest.param(total, (threading.Lock(),), "pickle cannot", id="lock"),
         pytest.param("place", (), "a function that takes a World", id="no function"),
     ],
 )
@@ -103,24 +192,20 @@ def test_what_cannot_be_sent_is_refused(fn, args, said):
         run_processes(2, fn, *args)
 
 
-@pytest.mark.parametrize("size", [0, -1, True, 2.0, "2"])
-def test_a_size_is_a_number_of_ranks(size):
-    """Anything but a positive integer is refused."""
-    with pytest.raises(af.errors.ArgumentError, match="number of ranks"):
-        run_processes(size, programs.place)
-
-
-@pytest.mark.parametrize("timeout", [0, -1.0, math.nan, math.inf, None, True])
-def test_a_timeout_is_a_number_of_seconds(timeout):
-    """It is positive and finite."""
-    with pytest.raises(af.errors.ArgumentError, match="timeout"):
-        run_processes(2, programs.place, timeout=timeout)
+def test_a_size_is_a_number_of_ranks_and_a_timeout_one_of_seconds():
+    """A size is a positive integer, a timeout positive and finite."""
+    for size in (0, -1, True, 2.0, "2"):
+        with pytest.raises(af.errors.ArgumentError, match="number of ranks"):
+            run_processes(size, place)
+    for timeout in (0, -1.0, math.nan, math.inf, None, True):
+        with pytest.raises(af.errors.ArgumentError, match="timeout"):
+            run_processes(2, place, timeout=timeout)
 
 
 def test_a_result_that_cannot_be_sent_is_refused():
     """The error names it."""
     with pytest.raises(RankError, match="(?s)ArgumentError.*pickle cannot send.*lock"):
-        run_processes(2, programs.unsendable)
+        run_processes(2, unsendable)
 
 
 def test_the_rank_that_failed_first_is_shown(tmp_path, monkeypatch):
@@ -128,7 +213,7 @@ def test_the_rank_that_failed_first_is_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "_GRACE_SECONDS", HANGS)  # however busy the machine
     for first in (0, 1):
         with pytest.raises(RankError) as raised:
-            run_processes(2, programs.raise_in_turn, first, str(tmp_path))
+            run_processes(2, raise_in_turn, first, str(tmp_path))
         said = str(raised.value)
         assert said.startswith(f"Rank {first} of 2 failed first:\nTraceback")
         assert "in raise_in_turn" in said
@@ -140,8 +225,8 @@ def test_the_rank_that_failed_first_is_shown(tmp_path, monkeypatch):
 def test_a_rank_that_raises_ends_those_that_wait():
     """Nobody waits for ranks that hang when another has failed; and a new world opens."""
     with pytest.raises(RankError, match="(?s)Rank 0 of 2.*boom on rank 0"):
-        run_processes(2, programs.raise_alone, timeout=1000)
-    assert [rank for rank, _, _ in run_processes(2, programs.place)] == [0, 1]
+        run_processes(2, raise_alone, timeout=1000)
+    assert [rank for rank, _, _ in run_processes(2, place)] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -150,37 +235,37 @@ def test_a_rank_that_raises_ends_those_that_wait():
 def test_a_rank_that_ends_is_named(how, said):
     """Its end comes before what the rank that waited for it says."""
     with pytest.raises(RankError, match=rf"(?s)^Rank 1 of 2 failed first:\n.*{said}"):
-        run_processes(2, programs.end, how)
+        run_processes(2, end, how)
 
 
 def test_an_abort_of_gloo_is_explained():
     """A process that Gloo aborts raises nothing; the error says why that may be."""
     with pytest.raises(RankError, match="(?s)Rank 1.*ended by SIGABRT.*with simulate"):
-        run_processes(2, programs.send_too_much)
+        run_processes(2, send_too_much)
 
 
 def test_ranks_that_never_return_are_ended(tmp_path):
     """The error names those that are late; the processes are gone."""
-    ranks = [pid for _, _, pid in run_processes(2, programs.place)]
+    ranks = [pid for _, _, pid in run_processes(2, place)]
     with pytest.raises(RankError, match=r"rank 0, 1 of 2 did not return within 1 s"):
-        run_processes(2, programs.spin, str(tmp_path), timeout=1)
+        run_processes(2, spin, str(tmp_path), timeout=1)
     wait_until(lambda: all(map(is_gone, ranks)))
 
 
 def test_a_rank_that_died_between_programs_is_replaced():
     """The next program runs on new processes."""
-    processes = [pid for _, _, pid in run_processes(2, programs.place)]
+    processes = [pid for _, _, pid in run_processes(2, place)]
     os.kill(processes[1], 9)
     wait_until(lambda: is_gone(processes[1]))
-    assert [rank for rank, _, _ in run_processes(2, programs.place)] == [0, 1]
+    assert [rank for rank, _, _ in run_processes(2, place)] == [0, 1]
 
 
 SCRIPT = """
 import sys
 from accelfn.testing.processes import run_processes
-from tests.ranks import programs_of_processes as programs
+from tests.ranks.test_processes import place, spin
 
-print([rank for rank, _, _ in run_processes(2, programs.place)], flush=True)
+print([rank for rank, _, _ in run_processes(2, place)], flush=True)
 
 def mine(world):
     return world.rank
@@ -190,7 +275,7 @@ try:
 except ValueError as error:
     print(error, flush=True)
 if len(sys.argv) > 1:
-    run_processes(2, programs.spin, sys.argv[1])
+    run_processes(2, spin, sys.argv[1])
 """
 
 
@@ -219,11 +304,6 @@ def test_ranks_do_not_outlive_a_caller_that_is_killed(tmp_path):
     ) as caller:
         wait_until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
         caller.kill()
-    assert_gone(tmp_path)
-
-
-def assert_gone(folder: Path) -> None:
-    """Assert that the processes which told their ids are no more."""
     for rank in range(2):
-        process = int((folder / str(rank)).read_text())
+        process = int((tmp_path / str(rank)).read_text())
         wait_until(partial(is_gone, process))
