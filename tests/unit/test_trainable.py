@@ -6,11 +6,19 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn, optim
+from torch import nn
 
 import accelfn as af
+from accelfn.errors import (
+    AccelfnWarning,
+    ArgumentError,
+    GradsError,
+    ModelError,
+    OptimizerError,
+    ReplicaMismatchError,
+)
 from accelfn.testing import simulate
-from tests.states import bits
+from tests.states import bits, linear_state
 
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 
@@ -27,13 +35,14 @@ class Net(nn.Module):
         return self.head(self.norm(self.body(x)) * self.fixed)
 
 
-ADAMW = partial(optim.AdamW, lr=0.1, weight_decay=0.5)
+ADAMW = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
 LOSS = lambda model, x: model(x).square().mean()  # noqa: E731
 STEP = af.make_step(LOSS)
+HEAD = ["head.weight", "head.bias"]
 
 
 def in_head(name, _param):
-    return name.startswith("head.")
+    return name in HEAD
 
 
 def not_fixed(name, _param):
@@ -41,29 +50,18 @@ def not_fixed(name, _param):
 
 
 def create(**options):
-    return af.TrainState.create(**{"model": Net, "optimizer": ADAMW, **options})
+    return linear_state(**{"model": Net, "optimizer": ADAMW, **options})
 
 
-def test_the_same_set_is_the_same_state():
-    """Where nothing changes no engine is lost."""
+def test_what_is_frozen_has_no_gradient():
+    """Models that are lent and gradients are of what is trained; batch statistics move on."""
     state = create().with_trainable(in_head)
     assert state.with_trainable(in_head) is state
-
-
-def test_lent_modules_say_what_is_trained():
-    """A module lent from the state requires gradients where it is trained; a frozen one none."""
-    state = create().with_trainable(in_head)
     with af.borrow_model(state) as net:
-        wanted = [n for n, p in net.named_parameters() if p.requires_grad]
-    assert wanted == ["head.weight", "head.bias"]
+        assert [n for n, p in net.named_parameters() if p.requires_grad] == HEAD
     assert not any(p.requires_grad for p in af.snapshot_model(state).parameters())
-
-
-def test_no_gradient_is_taken_of_the_frozen():
-    """Gradients are those of what is trained; batch statistics go on moving."""
-    state = create().with_trainable(in_head)
     _, grads = af.value_and_grad(LOSS)(state, X)
-    assert list(grads.tensors) == ["head.weight", "head.bias"]
+    assert list(grads.tensors) == HEAD
     before = state.buffers["norm.running_mean"].clone()
     after = af.apply_grads(state, grads).buffers["norm.running_mean"]
     assert not torch.equal(before, after)
@@ -76,14 +74,10 @@ def test_gradients_of_another_set_are_refused():
     head = state.with_trainable(in_head)
     for one, two in ((state, head), (head, state)):
         _, grads = compute(one, X, sync=False)
-        for use in (
-            lambda g=grads, s=two: compute(s, X, into=g),
-            lambda g=grads, s=two: af.apply_grads(s, g),
-        ):
-            with pytest.raises(
-                af.errors.GradsError, match=r"body\.bias.*with_trainable"
-            ):
-                use()
+        with pytest.raises(GradsError, match=r"body\.bias.*with_trainable"):
+            compute(two, X, into=grads)
+        with pytest.raises(GradsError, match=r"body\.bias.*with_trainable"):
+            af.apply_grads(two, grads)
         af.apply_grads(one.copy(), grads)
 
 
@@ -93,53 +87,48 @@ def test_hashes_are_of_what_was_never_trained(tmp_path):
     state = state.with_trainable(in_head)
     af.save(state, tmp_path / "saved", frozen="hash")
     loaded = af.load(create(seed=1), tmp_path / "saved", allow=("trainable",))
-    for name, param in state.params.items():
-        assert torch.equal(param, loaded.params[name])
+    assert bits(state.params) == bits(loaded.params)
 
 
 def test_a_resume_after_a_thaw_warns_with_the_code_to_write(tmp_path):
     """A run that froze at one update and resumes later trains another set: `load` warns."""
-
-    def train(state, updates):
-        while state.step < updates:
-            if state.step == 1:
-                state = state.with_trainable(in_head)
-            state, _ = STEP(state, X)
-        return state
-
-    state = train(create(), 2)
+    state, _ = STEP(create(), X)
+    state, _ = STEP(state.with_trainable(in_head), X)
     af.save(state, tmp_path / "saved")
     words = r"body\.bias: frozen, now trained(.*\n)*.*write state\.with_trainable\(predicate\)"
-    with pytest.warns(af.errors.AccelfnWarning, match=words):
+    with pytest.warns(AccelfnWarning, match=words):
         loaded = af.load(create(), tmp_path / "saved")
     af.save(create(), tmp_path / "other")
-    with pytest.warns(
-        af.errors.AccelfnWarning, match=r"body\.bias: trained, now frozen"
-    ):
+    with pytest.warns(AccelfnWarning, match=r"body\.bias: trained, now frozen"):
         af.load(create().with_trainable(in_head), tmp_path / "other")
     expected, resumed = (
-        train(each, 4) for each in (state, loaded.with_trainable(in_head))
+        STEP(each, X)[0] for each in (state, loaded.with_trainable(in_head))
     )
-    for name, param in expected.params.items():
-        assert torch.equal(param, resumed.params[name])
+    assert bits(expected.params) == bits(resumed.params)
+
+
+def averaging(world, *, every, **options):
+    return create(
+        setup=af.chain(af.shard_data(), af.local_sgd(sync_every=every)),
+        data=af.Data(X[:7], global_batch_size=7),
+        world=world,
+        **options,
+    )
 
 
 def test_local_sgd_averages_what_was_trained():
     """Averages move no parameter that was never trained, whatever the ranks' weights."""
+    fixed = torch.full((4,), 0.1)
 
     def train(world):
-        state = create(
-            setup=af.chain(af.shard_data(), af.local_sgd(sync_every=1)),
-            data=af.Data(X[:7], global_batch_size=7),
-            world=world,
-        )
-        state = state.with_params({**state.params, "fixed": torch.full((4,), 0.1)})
+        state = averaging(world, every=1)
+        state = state.with_params({**state.params, "fixed": fixed})
         for batch in af.batches(state, until_epoch=3):
             state, _ = STEP(state, batch)
         return state.params["fixed"], af.eval_params(state)["fixed"]
 
     for found in simulate(2, train):
-        assert all(torch.equal(each, torch.full((4,), 0.1)) for each in found)
+        assert all(torch.equal(each, fixed) for each in found)
 
 
 def half_frozen():
@@ -151,24 +140,17 @@ def half_frozen():
     return {"model": model, "optimizer": ADAMW(model.parameters())}
 
 
-@pytest.mark.parametrize("thawed", [True, False])
-def test_local_sgd_averages_what_is_thawed(thawed):
+@pytest.mark.parametrize(
+    ("options", "at", "trained"), [(half_frozen, 2, not_fixed), (dict, 3, in_head)]
+)
+def test_local_sgd_averages_what_is_thawed(options, at, trained):
     """What ranks train apart agrees after an average, whenever it was thawed or frozen again."""
 
     def train(world):
-        state = create(
-            setup=af.chain(af.shard_data(), af.local_sgd(sync_every=2)),
-            data=af.Data(X[:7], global_batch_size=7),
-            world=world,
-            **(half_frozen() if thawed else {}),
-        )
-        seen = []
+        state, seen = averaging(world, every=2, **options()), []
         for batch in af.batches(state, until_epoch=6):
             state, _ = STEP(state, batch)
-            if thawed and state.step == 2:
-                state = state.with_trainable(not_fixed)
-            if not thawed and state.step == 3:
-                state = state.with_trainable(in_head)
+            state = state.with_trainable(trained) if state.step == at else state
             seen.append({n: p.clone() for n, p in state.params.items()})
         return seen
 
@@ -176,14 +158,8 @@ def test_local_sgd_averages_what_is_thawed(thawed):
     for step, (mine, other) in enumerate(zip(one, two, strict=True), start=1):
         agree = {n: torch.equal(mine[n], other[n]) for n in mine}
         assert agree["fixed"]
-        if step % 2 == 0:
-            assert all(agree.values())
-        else:
-            assert not agree["head.weight"]
+        assert all(agree.values()) if step % 2 == 0 else not agree["head.weight"]
     assert not torch.equal(one[1]["body.weight"], one[5]["body.weight"])
-
-
-# What is refused.
 
 
 def test_ranks_that_train_others():
@@ -191,23 +167,21 @@ def test_ranks_that_train_others():
 
     def train(world):
         state = create(setup=af.wrap_ddp(), world=world)
-        state = state.with_trainable(in_head if world.rank else not_fixed)
-        STEP(state, X)
+        STEP(state.with_trainable(in_head if world.rank else not_fixed), X)
 
-    with pytest.raises(af.errors.ReplicaMismatchError, match=r"body\.weight.*, frozen"):
+    with pytest.raises(ReplicaMismatchError, match=r"body\.weight.*, frozen"):
         simulate(2, train)
+
+
+FROZEN = "parameters were frozen .*AdamW .*: fixed.*Create the state"
 
 
 @pytest.mark.parametrize(
     ("predicate", "error", "why"),
     [
-        (
-            lambda *_: True,
-            af.errors.OptimizerError,
-            "parameters were frozen .*AdamW .*: fixed.*Create the state",
-        ),
-        (lambda *_: None, af.errors.ModelError, "True for none of the"),
-        ("head", af.errors.ArgumentError, "'head'.*expected a function"),
+        (lambda *_: True, OptimizerError, FROZEN),
+        (lambda *_: None, ModelError, "True for none of the"),
+        ("head", ArgumentError, "'head'.*expected a function"),
     ],
 )
 def test_what_cannot_be_trained(predicate, error, why):
@@ -220,30 +194,21 @@ def test_hashes_of_parts(tmp_path):
     """D: where each rank has a part, `frozen="hash"` writes none of what was never trained."""
 
     def model():
-        made = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
-        made[0].requires_grad_(requires_grad=False)
-        return made
+        frozen = nn.Linear(3, 4).requires_grad_(requires_grad=False)
+        return nn.Sequential(frozen, nn.Linear(4, 4))
 
     def trained(world, setup, *, load=False):
-        state = af.TrainState.create(
-            model=model,
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            data=af.Data(X, global_batch_size=8),
-            setup=af.chain(af.shard_data(), setup),
-            world=world,
-        )
+        state = linear_state(model=model, setup=setup, world=world)
         if load:
-            return af.full_params(af.load(state, tmp_path / "saved"))
-        state, _ = STEP(state, next(iter(af.batches(state))))
+            return bits(af.full_params(af.load(state, tmp_path / "saved")))
+        state, _ = STEP(state, X)
         af.save(state, tmp_path / "saved", frozen="hash")
-        return af.full_params(state)
+        return bits(af.full_params(state))
 
     (saved, _) = simulate(2, partial(trained, setup=af.wrap_fsdp()))
     files = [load_file(path) for path in (tmp_path / "saved").glob("*.safetensors")]
-    assert {name for file in files for name in file} == {
-        "params.1.weight",
-        "params.1.bias",
-    }
+    written = {name for file in files for name in file}
+    assert written == {"params.1.weight", "params.1.bias"}
     for size, setup in ((1, af.wrap_ddp()), (2, af.wrap_ddp()), (3, af.wrap_fsdp())):
-        for loaded in simulate(size, partial(trained, setup=setup, load=True)):
-            assert bits(saved) == bits(loaded)
+        loaded = simulate(size, partial(trained, setup=setup, load=True))
+        assert list(loaded) == [saved] * size
