@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
+from accelfn.errors import CollectiveMismatchError
 from accelfn.testing import simulate
 from tests.laws.worlds import DDP
 from tests.ranks import programs
@@ -99,9 +100,7 @@ def test_simulated_worlds_compare_structures(names: list[str]) -> None:
     if sorted(names[:3]) == ["a", "b", "c"]:
         simulate(2, fn)
         return
-    with pytest.raises(
-        af.errors.CollectiveMismatchError, match="not match in structure"
-    ) as told:
+    with pytest.raises(CollectiveMismatchError, match="not match in structure") as told:
         simulate(2, fn)
     assert "{'a': *, 'b': *, 'c': *}" in str(told.value)
 

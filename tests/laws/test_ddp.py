@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from accelfn.errors import ReplicaMismatchError
 from accelfn.testing import simulate, strategies
 from tests.internals import Sums
 from tests.laws.worlds import DDP, Found, trained
@@ -56,9 +57,7 @@ def test_one_reduction_an_update(run: Run, size: int, parts: int, ddp: dict) -> 
 
     def communicated(number: int) -> list[tuple]:
         setup = af.chain(
-            af.shard_data(),
-            af.wrap_ddp(**ddp),
-            af.accumulate(num_micro_batches=number),
+            af.shard_data(), af.wrap_ddp(**ddp), af.accumulate(num_micro_batches=number)
         )
         split = attrs.evolve(run, setup=setup)
         log = simulate(size, lambda world: split.train(split.state(world))).log
@@ -158,7 +157,7 @@ def test_ranks_that_differ_in_a_bit_are_refused(kind, size, where, bit, setup):
         af.prepare_engine(state)
 
     with pytest.raises(
-        af.errors.ReplicaMismatchError, match=rf"(?s)values.*rank 0: {name}: checksum"
+        ReplicaMismatchError, match=rf"(?s)values.*rank 0: {name}: checksum"
     ):
         simulate(size, build)
 
@@ -176,9 +175,7 @@ def test_ranks_that_differ_in_shape_are_refused(size: int, rank: int) -> None:
         )
         af.prepare_engine(state)
 
-    with pytest.raises(
-        af.errors.ReplicaMismatchError, match=r"(?s)structure.*weight.*\(3, 2"
-    ):
+    with pytest.raises(ReplicaMismatchError, match=r"(?s)structure.*weight.*\(3, 2"):
         simulate(size, build)
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from accelfn.errors import AccelfnWarning, ReplicaMismatchError
 from accelfn.testing import simulate
 from tests.laws.worlds import DDP, single
 from tests.strategies import differences, tensors
@@ -128,16 +129,14 @@ def test_what_has_come_further_goes_on_and_is_told(setup: str) -> None:
         state, other = trained(created(world, setup), 1), created(world, setup, seed=1)
         slots = {name: each for name, each in tensors(state).items() if "slots" in name}
         af.save(other, Path(folder) / "other")
-        with pytest.warns(
-            af.errors.AccelfnWarning, match=r"load_part: .* no longer fit them"
-        ):
+        with pytest.warns(AccelfnWarning, match=r"load_part: .* no longer fit them"):
             loaded = by_load_part(state, None, folder)
         for found in (loaded, state.with_params(other.params)):
             there = tensors(found)
             assert differences(slots, {name: there[name] for name in slots}) == []
             assert differences(dict(other.params), dict(found.params)) == []
         with warnings.catch_warnings():
-            warnings.simplefilter("error", af.errors.AccelfnWarning)
+            warnings.simplefilter("error", AccelfnWarning)
             both = "params", "slots"
             whole = af.load_part(state, Path(folder) / "other", both).state
         assert (
@@ -265,7 +264,7 @@ def test_an_optimizer_that_draws_is_a_function_of_the_state(size, cut, drawn, *,
 def loads_apart(state: af.TrainState, folder: str) -> af.TrainState:
     path = Path(folder) / f"seed {state.world.rank}"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", af.errors.AccelfnWarning)  # of slots that go on
+        warnings.simplefilter("ignore", AccelfnWarning)  # of slots that go on
         return af.load_part(state, path, "params").state
 
 
@@ -295,7 +294,7 @@ def test_ranks_that_part_in_mid_run_are_told(act: str, updates: int) -> None:
 
     def fn(world: af.World) -> None:
         state = change(trained(created(world, "ema"), updates), folder)
-        with pytest.raises(af.errors.ReplicaMismatchError, match=words):
+        with pytest.raises(ReplicaMismatchError, match=words):
             trained(state, 1)
 
     with tempfile.TemporaryDirectory() as folder:

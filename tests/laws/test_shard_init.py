@@ -271,10 +271,7 @@ CHANGES = [loaded, assigned, drawn_again, spread, truncated, scaled, in_part]
     size=st.sampled_from([1, 2]),
 )
 def test_what_a_factory_sets_itself_is_refused(
-    kind: str,
-    change: Callable[[nn.Module, nn.Parameter], None],
-    which: int,
-    size: int,
+    kind: str, change: Callable[[nn.Module, nn.Parameter], None], which: int, size: int
 ) -> None:
     """Whatever it does to a parameter that its modules do not, the parameter is named."""
     count = len(list(LAYERS[kind]().parameters()))

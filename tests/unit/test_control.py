@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import accelfn as af
+from accelfn.errors import ArgumentError, ReplicaMismatchError, StateDonatedError
 from accelfn.testing import simulate
 from tests.states import linear_state
 
@@ -42,7 +43,7 @@ def test_on_a_rank_counted_from_the_last(rank):
 def test_on_a_rank_that_is_none(rank):
     """It is refused where it is decorated, on all ranks, by its own name."""
     with pytest.raises(
-        af.errors.ArgumentError, match=r"on_rank\(rank=.*0 to 2.*-1 \(the last\) to -3"
+        ArgumentError, match=r"on_rank\(rank=.*0 to 2.*-1 \(the last\) to -3"
     ):
         simulate(3, lambda world: af.on_rank(world, rank))
 
@@ -50,7 +51,7 @@ def test_on_a_rank_that_is_none(rank):
 @pytest.mark.parametrize("on", [af.on_rank, af.on_main])
 def test_only_functions_run_somewhere(on):
     """Something else is refused where it stands."""
-    with pytest.raises(af.errors.ArgumentError, match=r"\(5\): expected a function"):
+    with pytest.raises(ArgumentError, match=r"\(5\): expected a function"):
         on(af.World.single())(5)
 
 
@@ -95,7 +96,7 @@ def test_once_on_each_machine(local_size, capsys):
 
 def test_a_local_rank_that_a_machine_has_not():
     """It is refused there."""
-    with pytest.raises(af.errors.ArgumentError, match="a local rank from 0 to 1"):
+    with pytest.raises(ArgumentError, match="a local rank from 0 to 1"):
         simulate(4, lambda w: af.on_rank(machines(w, 2), 2, local=True))
 
 
@@ -144,7 +145,7 @@ def test_main_goes_first_once(schedule, outer, inner):
         world = machines(world, 2)
         with af.main_first(world, local=outer):
             with (
-                pytest.raises(af.errors.ArgumentError, match="main_first"),
+                pytest.raises(ArgumentError, match="main_first"),
                 af.main_first(world, local=inner),
             ):
                 done.append("inside")
@@ -219,7 +220,7 @@ def test_replicas_that_differ():
         state.params["bias"][1] += world.rank == 1
         try:
             af.assert_replicas_agree(state)
-        except af.errors.ReplicaMismatchError as error:
+        except ReplicaMismatchError as error:
             told.append(str(error))
 
     simulate(3, fn)
@@ -234,7 +235,7 @@ def test_replicas_of_a_donated_state():
     state = state_on(af.World.single())
     step = af.make_step(lambda model, batch: model(batch).sum())
     step(state, torch.ones(1, 2))
-    with pytest.raises(af.errors.StateDonatedError):
+    with pytest.raises(StateDonatedError):
         af.assert_replicas_agree(state)
 
 
@@ -265,7 +266,5 @@ def test_slots_that_are_each_rank_s_own():
 
 def test_only_states_agree():
     """A module is refused by its class."""
-    with pytest.raises(
-        af.errors.ArgumentError, match="expected a TrainState, got Linear"
-    ):
+    with pytest.raises(ArgumentError, match="expected a TrainState, got Linear"):
         af.assert_replicas_agree(torch.nn.Linear(1, 1))

@@ -18,6 +18,19 @@ from torch import nn
 
 import accelfn as af
 from accelfn import testing
+from accelfn.errors import (
+    AccelfnWarning,
+    ArgumentError,
+    BatchError,
+    CallError,
+    CheckpointWriteError,
+    CollectiveMismatchError,
+    DataError,
+    LossError,
+    ModelError,
+    OptimizerError,
+    StateError,
+)
 from accelfn.testing import simulate
 from tests.internals import ReadOnly
 from tests.states import linear_state
@@ -39,7 +52,7 @@ def state_of(model=lambda: nn.Linear(2, 2), optimizer=torch.optim.SGD, **options
 def in_silence():
     """Fail where something is told in the block."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error", af.errors.AccelfnWarning)
+        warnings.simplefilter("error", AccelfnWarning)
         yield
 
 
@@ -65,9 +78,7 @@ def test_parameters_that_nobody_trains_are_told(size):
         batch = next(iter(af.batches(state)))
         af.value_and_grad(square)(state, batch)
         compute = af.value_and_grad(lambda model, batch: criterion(model(batch)))
-        with pytest.warns(
-            af.errors.AccelfnWarning, match=r"shapes \[\(\)\] that do not belong"
-        ):
+        with pytest.warns(AccelfnWarning, match=r"shapes \[\(\)\] that do not belong"):
             compute(state, batch)
         with in_silence():
             compute(state, batch)
@@ -88,9 +99,7 @@ def test_parameters_of_a_model_that_was_given_away_are_told():
     compute = af.value_and_grad(
         lambda model, batch: square(model, batch) + kept[0].square().sum()
     )
-    with pytest.warns(
-        af.errors.AccelfnWarning, match=r"use model\.parameters\(\) of the loss"
-    ):
+    with pytest.warns(AccelfnWarning, match=r"use model\.parameters\(\) of the loss"):
         compute(state, INPUTS)
 
 
@@ -125,8 +134,7 @@ def test_what_is_put_in_the_place_of_a_lent_tensor_is_refused(put):
     state = state_of()
     with (
         pytest.raises(
-            af.errors.StateError,
-            match=r"replaced the tensors weight.* state\.with_params",
+            StateError, match=r"replaced the tensors weight.* state\.with_params"
         ),
         af.borrow_model(state) as module,
     ):
@@ -186,7 +194,7 @@ def told_in_training(state):
     """Return what four epochs say."""
     step = af.make_step(square)
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", af.errors.AccelfnWarning)
+        warnings.simplefilter("always", AccelfnWarning)
         for batch in af.batches(state, until_epoch=4):
             state, _ = step(state, batch)
     return [str(each.message) for each in told]
@@ -270,7 +278,7 @@ def test_inputs_and_targets_are_no_two_micro_batches(targets):
     inputs = torch.ones(4, 2)
     state = state_of(setup=af.accumulate(num_micro_batches=2))
     step = af.make_step(square)
-    with pytest.raises(af.errors.BatchError, match=r"of different kinds.*\(4, 2\)"):
+    with pytest.raises(BatchError, match=r"of different kinds.*\(4, 2\)"):
         step(state, [inputs, targets])
     step(state, [inputs, inputs[:1]])
 
@@ -280,9 +288,7 @@ def test_a_step_is_saved_once(tmp_path):
     state = state_of()
     with af.CheckpointStore(tmp_path) as store:
         store.save(state)
-        with pytest.raises(
-            af.errors.CheckpointWriteError, match="has a checkpoint of this step"
-        ):
+        with pytest.raises(CheckpointWriteError, match="has a checkpoint of this step"):
             store.save(state)
         assert store.steps == (0,)
 
@@ -304,7 +310,7 @@ def test_a_weight_is_one_that_totals_are_divided_by(weight, dtype, setup):
     if 0 <= weight < math.inf:
         step(state, batch)
         return
-    with pytest.raises(af.errors.LossError, match="weight=.*expected a finite"):
+    with pytest.raises(LossError, match="weight=.*expected a finite"):
         step(state, batch)
 
 
@@ -316,9 +322,7 @@ def test_a_weight_with_a_gradient_is_refused():
         outputs = model(batch)
         return af.Loss(outputs.square().sum(), outputs.abs().sum())
 
-    with pytest.raises(
-        af.errors.LossError, match=r"requires a gradient, .* weight\.detach\(\)"
-    ):
+    with pytest.raises(LossError, match=r"requires a gradient, .* weight\.detach\(\)"):
         af.value_and_grad(loss)(state, INPUTS)
 
 
@@ -329,7 +333,7 @@ def test_a_schedule_below_zero_is_refused():
     for batch in af.batches(state, until_epoch=1):
         state, _ = step(state, batch)
     with pytest.raises(
-        af.errors.ArgumentError, match=r"returned -0\.5 for update 3\. .* 0 or more"
+        ArgumentError, match=r"returned -0\.5 for update 3\. .* 0 or more"
     ):
         step(state, INPUTS)
 
@@ -337,8 +341,7 @@ def test_a_schedule_below_zero_is_refused():
 def test_columns_in_a_list_are_told():
     """Two samples of many rows are likely inputs and targets; few rows, or many, are samples."""
     with pytest.warns(
-        af.errors.AccelfnWarning,
-        match=r"2: tensors of 12 rows .*\(\(inputs, targets\)\)",
+        AccelfnWarning, match=r"2: tensors of 12 rows .*\(\(inputs, targets\)\)"
     ):
         af.Data([INPUTS, INPUTS], global_batch_size=1)
     many = [torch.arange(12.0) for _ in range(5)]
@@ -363,7 +366,7 @@ def test_a_loaded_state_that_nobody_keeps_is_told(kept, tmp_path):
     elif kept == "nothing":
         del loaded
         words = r"at update 0\. Write state = af\.load\(state, directory\)"
-        with pytest.warns(af.errors.AccelfnWarning, match=words):
+        with pytest.warns(AccelfnWarning, match=words):
             state, _ = step(state, INPUTS)
     with in_silence():
         step(state, INPUTS)
@@ -377,7 +380,7 @@ def test_directories_by_rank_are_refused_at_once(tmp_path):
         store.save(state_of(world=world, setup=af.shard_data()))
 
     with pytest.raises(
-        af.errors.CheckpointWriteError, match=r"does not exist on this rank.* Use one"
+        CheckpointWriteError, match=r"does not exist on this rank.* Use one"
     ):
         simulate(2, fn)
 
@@ -389,7 +392,7 @@ def test_a_barrier_in_main_first_does_not_let_the_others_in():
         with af.main_first(world):
             af.barrier(world)
 
-    with pytest.raises(af.errors.CollectiveMismatchError, match="main_first"):
+    with pytest.raises(CollectiveMismatchError, match="main_first"):
         simulate(2, fn)
 
 
@@ -398,9 +401,7 @@ def test_a_sequence_that_was_given_away_says_so(use):
     """Whatever way it is asked for its layers."""
     model = nn.Sequential(nn.Linear(2, 2))
     state_of(model=model)
-    with pytest.raises(
-        af.errors.ModelError, match="passed this .* to TrainState.create"
-    ):
+    with pytest.raises(ModelError, match="passed this .* to TrainState.create"):
         use(model)
 
 
@@ -416,9 +417,7 @@ def test_a_rate_that_is_no_number_is_refused(rate, first):
 
     both = af.combine_optimizers((lambda *_: True, groups))
     for optimizer in (groups, both):
-        with pytest.raises(
-            af.errors.OptimizerError, match=r"lr=(nan|inf) in parameter group"
-        ):
+        with pytest.raises(OptimizerError, match=r"lr=(nan|inf) in parameter group"):
             state_of(optimizer=optimizer)
 
 
@@ -436,7 +435,7 @@ def test_numbers_of_ranks_are_asked_for(sizes):
         lambda: testing.assert_equivalent(af.ema(0.5), af.ema(0.5), sizes=sizes),
     )
     for call in tried:
-        with pytest.raises(af.errors.ArgumentError, match="expected numbers of ranks"):
+        with pytest.raises(ArgumentError, match="expected numbers of ranks"):
             call()
 
 
@@ -485,7 +484,7 @@ def test_samples_that_a_collate_leaves_out_are_told(name):
         )
         step = af.make_step(loss_fn)
         with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always", af.errors.AccelfnWarning)
+            warnings.simplefilter("always", AccelfnWarning)
             for batch in af.batches(state, until_epoch=2):
                 state, _ = step(state, batch)
             af.evaluate(state, data, loss_fn)
@@ -563,15 +562,11 @@ def test_what_a_state_holds_is_not_replaced(write):
     }.items():
         shown = getattr(state, name)
         before = dict(shown)
-        with pytest.raises(
-            af.errors.CallError, match=rf"state\.{name} is read-only.*{said}"
-        ):
+        with pytest.raises(CallError, match=rf"state\.{name} is read-only.*{said}"):
             WRITES[write](shown)
         assert before.keys() == shown.keys()
         assert all(value is shown[key] for key, value in before.items())
-    with pytest.raises(
-        af.errors.CallError, match=r'metrics\.with_values\(\{"lr": \.\.\.'
-    ):
+    with pytest.raises(CallError, match=r'metrics\.with_values\(\{"lr": \.\.\.'):
         af.Metrics({"loss": (1.0, 1)})["lr"] = 0.1
 
 
@@ -597,7 +592,7 @@ def test_metrics_of_one_rank_are_told(given, async_, tmp_path):
         store.wait()
 
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", af.errors.AccelfnWarning)
+        warnings.simplefilter("always", AccelfnWarning)
         simulate(len(given), train)
     assert len(told) == (not alike)
     last = f"rank {len(given) - 1}"
@@ -751,11 +746,11 @@ def test_a_loss_that_keeps_a_graph_says_detach():
 
 def test_a_borrowed_model_needs_a_block():
     """Its context manager is not the model."""
-    with pytest.raises(af.errors.StateError, match="Write `with af.borrow_model"):
+    with pytest.raises(StateError, match="Write `with af.borrow_model"):
         af.borrow_model(state_of())(INPUTS)
 
 
 def test_lists_of_a_pair_are_refused():
     """Nested lists of numbers are not tensors."""
-    with pytest.raises(af.errors.DataError, match=r"torch\.tensor\(inputs\)"):
+    with pytest.raises(DataError, match=r"torch\.tensor\(inputs\)"):
         af.Data((INPUTS.tolist(), [0] * 12), global_batch_size=4)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import accelfn as af
+from accelfn.errors import ModelError
 from accelfn.testing import simulate
 from tests.internals import materialize
 from tests.states import bits
@@ -54,16 +55,14 @@ def test_no_trainable_parameter():
     """A model with all parameters frozen is refused by name, with what to do."""
     frozen = nn.Linear(3, 1).requires_grad_(requires_grad=False)
     words = r"Linear has no trainable parameter \(2 .*requires_grad_\(True\)"
-    with pytest.raises(af.errors.ModelError, match=words) as caught:
+    with pytest.raises(ModelError, match=words) as caught:
         af.TrainState.create(model=frozen, optimizer=SGD)
     assert isinstance(caught.value, ValueError)
 
 
 def test_no_parameter_at_all():
     """A model without parameters is refused, before torch refuses the optimizer."""
-    with pytest.raises(
-        af.errors.ModelError, match=r"ReLU has no trainable parameter \(0"
-    ):
+    with pytest.raises(ModelError, match=r"ReLU has no trainable parameter \(0"):
         af.TrainState.create(model=nn.ReLU, optimizer=SGD)
 
 
@@ -71,9 +70,7 @@ def test_meta_tensors():
     """Tensors without values are refused by name, with what to do."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    with pytest.raises(
-        af.errors.ModelError, match=r"meta device.*0\.weight.*import_model"
-    ):
+    with pytest.raises(ModelError, match=r"meta device.*0\.weight.*import_model"):
         af.TrainState.create(model=model, optimizer=SGD)
 
 
@@ -81,20 +78,20 @@ def test_meta_buffer():
     """A buffer without values is refused as well."""
     model = nn.BatchNorm1d(3)
     model.register_buffer("table", torch.empty(3, device="meta"))
-    with pytest.raises(af.errors.ModelError, match=r"meta device.*table"):
+    with pytest.raises(ModelError, match=r"meta device.*table"):
         af.TrainState.create(model=model, optimizer=SGD)
 
 
 def test_lazy_parameters():
     """A lazy module has no shapes yet; it is refused with what to do."""
-    with pytest.raises(af.errors.ModelError, match=r"(?i)lazy|uninitialized"):
+    with pytest.raises(ModelError, match=r"(?i)lazy|uninitialized"):
         af.TrainState.create(model=partial(nn.LazyLinear, 1), optimizer=SGD)
 
 
 @pytest.mark.parametrize("model", [lambda: None, lambda: [nn.Linear(3, 1)], 42, "net"])
 def test_no_module(model):
     """What is no module, nor a factory of one, is refused."""
-    with pytest.raises(af.errors.ModelError, match=r"torch\.nn\.Module"):
+    with pytest.raises(ModelError, match=r"torch\.nn\.Module"):
         af.TrainState.create(model=model, optimizer=SGD)
 
 
@@ -103,7 +100,7 @@ def test_module_with_computed_tensors():
     model = nn.Linear(3, 1)
     model.computed = model.weight * 2
     with pytest.raises(
-        af.errors.ModelError,
+        ModelError,
         match=r"cannot be copied because of its attribute 'computed'.*buffers",
     ):
         af.TrainState.create(model=model, optimizer=SGD)
@@ -115,7 +112,7 @@ def test_hooks_of_parameters_are_refused(kind):
     model = nn.Linear(3, 1)
     getattr(model.weight, f"register_{kind}")(lambda _: None)
     with pytest.raises(
-        af.errors.ModelError, match=r"has parameters with hooks: weight\..*`grads`"
+        ModelError, match=r"has parameters with hooks: weight\..*`grads`"
     ):
         af.TrainState.create(model=model, optimizer=SGD)
     model.weight._backward_hooks = None
@@ -321,7 +318,7 @@ def test_a_buffer_that_is_not_dense_is_refused(kind):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of torch, that it is new
-        with pytest.raises(af.errors.ModelError, match="not dense tensors: edges"):
+        with pytest.raises(ModelError, match="not dense tensors: edges"):
             af.TrainState.create(model=Graph, optimizer=SGD)
     plain = af.TrainState.create(model=partial(nn.Linear, 3, 2), optimizer=SGD)
     state = af.TrainState.create(model=Made, optimizer=SGD)
@@ -337,7 +334,7 @@ def test_a_model_spread_over_devices_is_refused(part):
     place.hf_device_map = {"0": "cpu", "1": 1}
     where = "the model" if part is None else "its submodule '1'"
     words = rf"^Sequential: {where} is spread over the devices \['1', 'cpu'\]"
-    with pytest.raises(af.errors.ModelError, match=words):
+    with pytest.raises(ModelError, match=words):
         af.TrainState.create(model=model, optimizer=SGD)
     place.hf_device_map = {"0": "cpu", "1": "cpu"}
     af.TrainState.create(model=model, optimizer=SGD)

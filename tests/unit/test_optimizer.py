@@ -8,6 +8,7 @@ import torch
 from torch import nn, optim
 
 import accelfn as af
+from accelfn.errors import OptimizerError
 from tests.states import bits
 
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
@@ -263,7 +264,7 @@ def test_optimizer_of_another_model():
     """A ready optimizer over other parameters is refused, with what goes together."""
     optimizer = optim.SGD(net().parameters(), lr=0.1)
     with pytest.raises(
-        af.errors.OptimizerError, match=r"SGD\): .* of another model.*functools"
+        OptimizerError, match=r"SGD\): .* of another model.*functools"
     ) as caught:
         af.TrainState.create(model=net(), optimizer=optimizer)
     assert isinstance(caught.value, ValueError)
@@ -272,14 +273,14 @@ def test_optimizer_of_another_model():
 def test_ready_optimizer_with_a_model_factory():
     """A ready optimizer cannot belong to what a factory makes."""
     optimizer = optim.SGD(net().parameters(), lr=0.1)
-    with pytest.raises(af.errors.OptimizerError, match=r"functools.partial"):
+    with pytest.raises(OptimizerError, match=r"functools.partial"):
         af.TrainState.create(model=net, optimizer=optimizer)
 
 
 def test_factory_over_other_parameters():
     """A factory that ignores what it is given is refused."""
     other = net()
-    with pytest.raises(af.errors.OptimizerError, match=r"SGD.: .* of another model"):
+    with pytest.raises(OptimizerError, match=r"SGD.: .* of another model"):
         af.TrainState.create(
             model=net, optimizer=lambda _: optim.SGD(other.parameters(), lr=0.1)
         )
@@ -290,14 +291,14 @@ def test_optimizer_that_lacks_parameters():
     model = net()
     optimizer = optim.SGD(model[0].parameters(), lr=0.1)
     with pytest.raises(
-        af.errors.OptimizerError, match=r"lacks .*2\.weight, 2\.bias.*requires_grad_"
+        OptimizerError, match=r"lacks .*2\.weight, 2\.bias.*requires_grad_"
     ):
         af.TrainState.create(model=model, optimizer=optimizer)
 
 
 def test_optimizer_that_calls_the_loss():
     """LBFGS needs a closure, which a step cannot give."""
-    with pytest.raises(af.errors.OptimizerError, match=r"LBFGS .*closure.*gradients"):
+    with pytest.raises(OptimizerError, match=r"LBFGS .*closure.*gradients"):
         af.TrainState.create(
             model=net,
             optimizer=lambda named: optim.LBFGS([param for _, param in named]),
@@ -327,9 +328,7 @@ def test_optimizer_that_needs_a_closure_when_tried(make, ready):
     model = seeded()
     factory = partial(make, lr=0.1)
     optimizer = factory(model.named_parameters()) if ready else factory
-    with pytest.raises(
-        af.errors.OptimizerError, match=rf"{make.__name__} requires a closure"
-    ):
+    with pytest.raises(OptimizerError, match=rf"{make.__name__} requires a closure"):
         af.TrainState.create(model=model, optimizer=optimizer)
 
 
@@ -388,8 +387,7 @@ def test_an_update_that_was_refused_is_not_counted():
 def test_optimizer_around_another():
     """State of an optimizer inside another would be in no copy; it is refused by name."""
     with pytest.raises(
-        af.errors.OptimizerError,
-        match="Around: its attribute base is another optimizer",
+        OptimizerError, match="Around: its attribute base is another optimizer"
     ):
         create(Around)
 
@@ -400,7 +398,7 @@ EVERY = sorted(
     if isinstance(each, type) and each is not optim.Optimizer
 )
 REFUSED = {
-    "LBFGS": (af.errors.OptimizerError, "closure"),
+    "LBFGS": (OptimizerError, "closure"),
     "Muon": (ValueError, "2D"),
     "SparseAdam": (RuntimeError, "does not support dense gradients"),
 }
@@ -425,7 +423,7 @@ def test_every_optimizer_of_torch_steps_or_says_why(name):
 @pytest.mark.parametrize("optimizer", [42, None, "adam", lambda _: None])
 def test_no_optimizer(optimizer):
     """What is no optimizer, nor a factory of one, is refused with an example."""
-    with pytest.raises(af.errors.OptimizerError, match=r"optimizer.*partial"):
+    with pytest.raises(OptimizerError, match=r"optimizer.*partial"):
         af.TrainState.create(model=net, optimizer=optimizer)
 
 
@@ -483,5 +481,5 @@ CHANGES = {
 def test_changes_of_an_optimizer_given_away(case):
     """A10: what is set in an optimizer after `create` would have no effect, and is refused."""
     optimizer = given_away()
-    with pytest.raises(af.errors.OptimizerError, match="you passed this"):
+    with pytest.raises(OptimizerError, match="you passed this"):
         CHANGES[case](optimizer)

@@ -380,10 +380,7 @@ def test_a_weight_is_exact():
 @pytest.mark.parametrize(
     ("weight", "shown"),
     [
-        (
-            torch.ones((), dtype=torch.bfloat16),
-            r"\(\) bfloat16",
-        ),
+        (torch.ones((), dtype=torch.bfloat16), r"\(\) bfloat16"),
         (torch.ones((), dtype=torch.float16), r"\(\) float16"),
         (torch.ones((), dtype=torch.complex64), ".*complex64"),
         (torch.ones(2), r"\(2,\)"),

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import accelfn as af
+from accelfn.errors import ArgumentError, CompositionError
 from tests.states import linear_state
 
 ALL = (
@@ -27,45 +28,41 @@ def test_two_of_one_kind_under_two_names():
 def test_two_engines():
     """Two engines are refused, both shown."""
     words = r"two engines.*wrap_ddp.*Keep one"
-    with pytest.raises(af.errors.CompositionError, match=words) as caught:
+    with pytest.raises(CompositionError, match=words) as caught:
         af.chain(af.wrap_ddp(), af.wrap_ddp(name="other"))
     assert isinstance(caught.value, ValueError)
 
 
 def test_two_ways_to_reduce():
     """Two ways to reduce gradients are refused."""
-    with pytest.raises(af.errors.CompositionError, match="two ways to reduce"):
+    with pytest.raises(CompositionError, match="two ways to reduce"):
         af.chain(af.local_sgd(sync_every=2), af.local_sgd(sync_every=3, name="b"))
 
 
 @pytest.mark.parametrize("given", [af.shard_data, af.ema, af.chain])
 def test_class_instead_of_a_value(given):
     """A class in place of a value is refused with its position, and told to be called."""
-    with pytest.raises(af.errors.CompositionError, match=r"argument 1 .*Write"):
+    with pytest.raises(CompositionError, match=r"argument 1 .*Write"):
         af.chain(af.identity(), given)
 
 
 @pytest.mark.parametrize("given", ["autocast", 3, [af.identity()], lambda state: state])
 def test_no_transform(given):
     """Anything else is refused with its position."""
-    with pytest.raises(
-        af.errors.CompositionError, match=r"argument 0 .*not a transform"
-    ):
+    with pytest.raises(CompositionError, match=r"argument 0 .*not a transform"):
         af.chain(given)
 
 
 @pytest.mark.parametrize("given", [af.shard_data, [af.identity()], "autocast"])
 def test_setup_that_is_no_transform(given):
     """`create(setup=)` refuses the same."""
-    with pytest.raises(af.errors.CompositionError, match="not a transform"):
+    with pytest.raises(CompositionError, match="not a transform"):
         linear_state(setup=given)
 
 
 def test_misspelt_field():
     """A method that is no field is refused with the nearest that is."""
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"Noise\.grad .*Did you mean 'grads'"
-    ):
+    with pytest.raises(ArgumentError, match=r"Noise\.grad .*Did you mean 'grads'"):
 
         @af.transform
         class Noise:
@@ -86,7 +83,7 @@ def test_a_class_that_is_refused_stays_as_it_was(body):
     """What is wrong with it is found before anything of it is changed."""
     cls = type("Scaled", (), body)
     before = dict(vars(cls))
-    with pytest.raises(af.errors.ArgumentError, match="Scaled"):
+    with pytest.raises(ArgumentError, match="Scaled"):
         af.transform(cls)
     assert before == dict(vars(cls))
 
@@ -107,7 +104,7 @@ def test_helper_methods_start_with_an_underscore():
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "../x", 3, None])
 def test_name_of_a_transform(name):
     """A name that cannot name a slot in a checkpoint is refused."""
-    with pytest.raises(af.errors.ArgumentError, match=r"name=.*letters"):
+    with pytest.raises(ArgumentError, match=r"name=.*letters"):
         af.identity(name=name)
 
 
@@ -154,9 +151,7 @@ def test_explain_says_how_gradients_cross(setup, words, capsys):
 
 def test_methods_take_what_they_are_called_with():
     """A method with other arguments is refused when the class is made a transform."""
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"Odd\.grads.*grads, slot, update"
-    ):
+    with pytest.raises(ArgumentError, match=r"Odd\.grads.*grads, slot, update"):
 
         @af.transform
         class Odd:
@@ -173,9 +168,7 @@ def test_methods_return_a_value_and_a_slot():
             return grads
 
     state = linear_state(2, setup=Forgets())
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"Forgets\(\)\.grads.*\(grads, slot\)"
-    ):
+    with pytest.raises(ArgumentError, match=r"Forgets\(\)\.grads.*\(grads, slot\)"):
         af.make_step(lambda model, x: model(x).mean())(state, torch.ones(3, 2))
     assert state.step == 0
     state.copy()
@@ -209,7 +202,7 @@ def test_a_class_may_say_what_its_slot_is_called():
     ]
     assert repr(Counting(2)) == "Counting(2)"
     assert CountingTwice().name == "counting_twice"
-    with pytest.raises(af.errors.ArgumentError, match="'no slot'"):
+    with pytest.raises(ArgumentError, match="'no slot'"):
         af.transform(
             type("Bad", (), {"__annotations__": {"name": str}, "name": "no slot"})
         )()

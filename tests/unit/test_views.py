@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import accelfn as af
+from accelfn.errors import ArgumentError, CallError, LossError, StateError
 from accelfn.testing import simulate
 from tests.states import bits
 
@@ -122,7 +123,7 @@ def test_rng_is_that_of_whose_batch_it_is(axes, shared):
 @pytest.mark.parametrize("purpose", ["", None])
 def test_rng_has_a_purpose(purpose):
     """What the draws are for is a word."""
-    with pytest.raises(af.errors.ArgumentError, match=r"purpose.*non-empty string"):
+    with pytest.raises(ArgumentError, match=r"purpose.*non-empty string"):
         af.fork_rng(make(), purpose)
 
 
@@ -130,8 +131,7 @@ def test_which_parameters_is_asked_where_they_differ():
     """Under `ema` nothing guesses which ones a lent module is to hold."""
     state = make(setup=af.ema(0.5))
     with pytest.raises(
-        af.errors.ArgumentError,
-        match=r"ema\(0.5\) the parameters for evaluation differ",
+        ArgumentError, match=r"ema\(0.5\) the parameters for evaluation differ"
     ):
         af.borrow_model(state).__enter__()
     for at, params in (("train", state.params), ("eval", af.eval_params(state))):
@@ -154,9 +154,9 @@ def test_which_parameters_is_asked_where_they_differ():
 )
 def test_where_parameters_are_taken_is_one_word(call):
     """Another word, and the one of before, are refused with what to write."""
-    with pytest.raises(af.errors.ArgumentError, match=r'expected "train" or "eval"'):
+    with pytest.raises(ArgumentError, match=r'expected "train" or "eval"'):
         call(make(), at="raw")
-    with pytest.raises(af.errors.CallError, match='at="train" instead of raw=True'):
+    with pytest.raises(CallError, match='at="train" instead of raw=True'):
         call(make(), raw=True)
 
 
@@ -167,9 +167,7 @@ def test_a_module_is_called_in_its_block(part):
     with af.borrow_model(state) as model:
         pass
     called = model if isinstance(part, slice) else model[part]
-    with pytest.raises(
-        af.errors.StateError, match=r"comes from af\.borrow_model.*has ended"
-    ):
+    with pytest.raises(StateError, match=r"comes from af\.borrow_model.*has ended"):
         called(X)
 
 
@@ -182,7 +180,7 @@ def test_a_module_that_judges_in_a_loss_stays_until_the_backward_pass():
             return (model(batch) * judge(batch)).mean()
 
     with pytest.raises(
-        af.errors.LossError, match=r"ended before the backward.*af\.snapshot_model"
+        LossError, match=r"ended before the backward.*af\.snapshot_model"
     ):
         af.make_step(judged)(state, X)
     _, metrics = af.make_step(
@@ -208,10 +206,7 @@ def test_a_shared_tensor_is_not_replaced_under_either_name(kind, name):
     state = af.TrainState.create(model=Shared, optimizer=torch.optim.SGD)
     new = torch.zeros(2)
     words = rf"replaced the tensors {name}, but the state keeps"
-    with (
-        pytest.raises(af.errors.StateError, match=words),
-        af.borrow_model(state) as model,
-    ):
+    with pytest.raises(StateError, match=words), af.borrow_model(state) as model:
         setattr(model, name, nn.Parameter(new) if kind == "parameter" else new)
 
 

@@ -11,6 +11,19 @@ from torch import nn
 
 import accelfn as af
 from accelfn import testing
+from accelfn.errors import (
+    ArgumentError,
+    BatchError,
+    CallError,
+    GradsError,
+    LossError,
+    ModelError,
+    NonFiniteLossError,
+    OptimizerError,
+    RecordError,
+    StateError,
+    WorldError,
+)
 from accelfn.testing import simulate
 
 X = torch.ones(8, 3)
@@ -67,13 +80,9 @@ def test_what_takes_a_state_takes_nothing_else(name):
     """What a step returned, a batch, a function or a path is not taken for a state."""
     for value in (X, "state", step, None):
         shown = type(value).__name__
-        with pytest.raises(
-            af.errors.ArgumentError, match=f"expected a TrainState, got {shown}"
-        ):
+        with pytest.raises(ArgumentError, match=f"expected a TrainState, got {shown}"):
             TAKE_A_STATE[name](value)
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"state, metrics = step\(state, batch\)"
-    ):
+    with pytest.raises(ArgumentError, match=r"state, metrics = step\(state, batch\)"):
         TAKE_A_STATE[name](step(create(), X))
 
 
@@ -146,16 +155,14 @@ def test_create_names_what_it_was_given(case):
 
 def test_a_state_is_made_by_create():
     """Who calls the record itself is told so, and not its eight fields."""
-    with pytest.raises(
-        af.errors.CallError, match=r"Write af\.TrainState\.create\(model="
-    ) as e:
+    with pytest.raises(CallError, match=r"Write af\.TrainState\.create\(model=") as e:
         af.TrainState()
     assert "cursor=..." not in str(e.value)
 
 
 def test_the_best_is_best_by_a_metric(tmp_path):
     """Without one nothing is kept for being best, whatever is said to be."""
-    with pytest.raises(af.errors.ArgumentError, match="no effect without keep_best="):
+    with pytest.raises(ArgumentError, match="no effect without keep_best="):
         af.CheckpointStore(tmp_path, best_is="max")
 
 
@@ -178,7 +185,7 @@ def test_the_best_is_best_by_a_metric(tmp_path):
 )
 def test_what_a_store_cannot_follow_is_refused(tmp_path, options, said):
     """Before its directory is made, with the option and what it was given."""
-    with pytest.raises(af.errors.ArgumentError, match=said):
+    with pytest.raises(ArgumentError, match=said):
         af.CheckpointStore(tmp_path / "runs", **options)
     assert not (tmp_path / "runs").exists()
 
@@ -194,15 +201,13 @@ def test_a_model_is_no_state():
     """Nor are its parameters, as others step them."""
     for value in (nn.Linear(3, 1), create().params):
         with pytest.raises(
-            af.errors.ArgumentError, match=r"Pass the state that TrainState\.create"
+            ArgumentError, match=r"Pass the state that TrainState\.create"
         ):
             step(value, X)
 
 
 def test_a_batch_without_samples_is_named():
-    with pytest.raises(
-        af.errors.NonFiniteLossError, match="for a batch without samples"
-    ):
+    with pytest.raises(NonFiniteLossError, match="for a batch without samples"):
         step(create(), X[:0])
 
 
@@ -211,9 +216,7 @@ def test_a_loop_that_loses_its_state_is_told_so():
     state = create()
     first, second = af.batches(state, until_epoch=1)
     grads_of(state, first)
-    with pytest.raises(
-        af.errors.BatchError, match=r"state = af\.apply_grads\(state, grads\)"
-    ):
+    with pytest.raises(BatchError, match=r"state = af\.apply_grads\(state, grads\)"):
         grads_of(state, second)
 
 
@@ -228,9 +231,7 @@ def test_a_lent_module_is_not_frozen():
             if error is not None:
                 raise error
 
-    with pytest.raises(
-        af.errors.StateError, match=r"requires_grad of bias.*with_trainable"
-    ):
+    with pytest.raises(StateError, match=r"requires_grad of bias.*with_trainable"):
         freeze("bias")
     freeze("bias", "weight")
     with pytest.raises(KeyError, match="mine"):
@@ -239,33 +240,27 @@ def test_a_lent_module_is_not_frozen():
 
 def test_a_transform_keeps_its_options():
     """It has no __init__ of its own, and what it remembers is its slot."""
-    with pytest.raises(af.errors.RecordError, match=r"cannot set its decay.*its slot"):
+    with pytest.raises(RecordError, match=r"cannot set its decay.*its slot"):
         af.ema(0.5).decay = 0.9
     body = {"__init__": lambda self, scale: setattr(self, "scale", scale)}
     with pytest.raises(
-        af.errors.ArgumentError, match=r"Scaled must not define __init__.*scale: float"
+        ArgumentError, match=r"Scaled must not define __init__.*scale: float"
     ):
         af.transform(type("Scaled", (), body))
 
 
 def test_what_ranks_call_takes_a_world():
     """A function without it is refused before a rank begins; a call that cannot be, too."""
-    with pytest.raises(af.errors.ArgumentError, match=r"fn\(world\).*too many"):
+    with pytest.raises(ArgumentError, match=r"fn\(world\).*too many"):
         simulate(2, lambda: 1)
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"check_step\(states=.*a function of a w"
-    ):
+    with pytest.raises(ArgumentError, match=r"check_step\(states=.*a function of a w"):
         testing.check_step(step, states=create_nothing)
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"check_resume\(make\).*a function of a w"
-    ):
+    with pytest.raises(ArgumentError, match=r"check_resume\(make\).*a function of a w"):
         testing.check_resume(create_nothing, 2)
-    with pytest.raises(
-        af.errors.CallError, match=r"Write testing\.check_step\(step, states="
-    ):
+    with pytest.raises(CallError, match=r"Write testing\.check_step\(step, states="):
         testing.check_step(step)
     with pytest.raises(
-        af.errors.CallError, match="no argument schedules=; did you mean schedule="
+        CallError, match="no argument schedules=; did you mean schedule="
     ):
         simulate(2, print, schedules=[0])
 
@@ -279,7 +274,7 @@ def test_a_torch_scheduler_would_have_no_effect():
     net = nn.Linear(3, 1)
     optimizer = sgd(net.parameters())
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(af.errors.OptimizerError, match="from_torch"):
+    with pytest.raises(OptimizerError, match="from_torch"):
         create(model=net, optimizer=optimizer)
 
 
@@ -291,7 +286,7 @@ def test_a_schedule_needs_a_rate():
         def step(self, closure=None):
             del closure
 
-    with pytest.raises(af.errors.OptimizerError, match="set 'lr', .* only 'speed'"):
+    with pytest.raises(OptimizerError, match="set 'lr', .* only 'speed'"):
         create(optimizer=Rateless, schedule=af.schedules.constant())
 
 
@@ -329,9 +324,7 @@ def a_round(state):
 def test_what_a_transform_returns_is_looked_at(name, value):
     """A method that forgot its return is named, with what it is to return."""
     wrong = transform_of(**{name: value})
-    with pytest.raises(
-        af.errors.ArgumentError, match=rf"Wrong\(\)\.{name} returned .*expected"
-    ):
+    with pytest.raises(ArgumentError, match=rf"Wrong\(\)\.{name} returned .*expected"):
         a_round(create(wrong))
 
 
@@ -340,9 +333,7 @@ def test_a_rate_is_a_finite_number(rate):
     """One that is none would make the parameters what no later step can mend."""
     state = create(transform_of(hyper=({"lr": rate}, None)))
     before = state.params["weight"].clone()
-    with pytest.raises(
-        af.errors.OptimizerError, match="for 'lr'; expected a finite number"
-    ):
+    with pytest.raises(OptimizerError, match="for 'lr'; expected a finite number"):
         step(state, X)
     assert torch.equal(state.params["weight"], before)
 
@@ -357,7 +348,7 @@ def test_the_backward_pass_is_the_step_s(retain):
         return loss
 
     state = create()
-    with pytest.raises(af.errors.LossError, match=r"Remove loss\.backward\(\)"):
+    with pytest.raises(LossError, match=r"Remove loss\.backward\(\)"):
         af.make_step(eager)(state, X)
     after, _ = step(state, X)
     expected, _ = step(create(), X)
@@ -367,28 +358,26 @@ def test_the_backward_pass_is_the_step_s(retain):
 def test_a_number_has_one_name():
     """What the loss reports is not overwritten by what a transform does."""
     state = create(af.clip_grad_norm(1.0))
-    with pytest.raises(af.errors.LossError, match="both report a metric 'grad_norm'"):
+    with pytest.raises(LossError, match="both report a metric 'grad_norm'"):
         af.make_step(lambda net, x: af.Loss(net(x).sum(), 8, grad_norm=3.0))(state, X)
 
 
 def test_other_things_that_are_not_what_they_are_taken_for():
-    with pytest.raises(af.errors.ArgumentError, match="A setup takes a TrainState"):
+    with pytest.raises(ArgumentError, match="A setup takes a TrainState"):
         af.ema(0.9)(af.World.single(device="cpu"))
-    with pytest.raises(af.errors.ArgumentError, match="expected a class"):
+    with pytest.raises(ArgumentError, match="expected a class"):
         af.transform(loss_fn)
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"Metrics.*expected \(total, weight\)"
-    ):
+    with pytest.raises(ArgumentError, match=r"Metrics.*expected \(total, weight\)"):
         af.Metrics({"a": "x"})
-    with pytest.raises(af.errors.ArgumentError, match="the path of a directory"):
+    with pytest.raises(ArgumentError, match="the path of a directory"):
         af.save(create(), None)
 
 
 def test_a_simulated_rank_has_its_world():
     """A test that forgets to pass it on would test nothing, and pass."""
-    with pytest.raises(af.errors.WorldError, match="Use the World that you"):
+    with pytest.raises(WorldError, match="Use the World that you"):
         simulate(2, lambda _: create(world=None))
-    with pytest.raises(af.errors.WorldError, match="Use the World that you"):
+    with pytest.raises(WorldError, match="Use the World that you"):
         simulate(2, lambda _: af.World.single())
 
 
@@ -430,10 +419,10 @@ def test_sparse_gradients_are_refused_by_name():
         if by_hand:
             af.sync_grads(state, grads)
 
-    with pytest.raises(af.errors.GradsError, match="weight are sparse"):
+    with pytest.raises(GradsError, match="weight are sparse"):
         simulate(2, partial(train, by_hand=True))
     setup = af.wrap_ddp(), af.compress_grads("fp16")
-    with pytest.raises(af.errors.ModelError, match="weight are sparse"):
+    with pytest.raises(ModelError, match="weight are sparse"):
         simulate(2, lambda world: train(world, *setup))
 
 
@@ -442,9 +431,9 @@ def test_a_refused_step_leaves_no_plan():
     state = create(af.optimizer_in_backward())
     batch = next(iter(af.batches(state)))
     state, _ = step(state, batch)
-    with pytest.raises(af.errors.BatchError):
+    with pytest.raises(BatchError):
         step(state, batch)
     before = state.params["weight"].clone()
-    with pytest.raises(af.errors.GradsError):
+    with pytest.raises(GradsError):
         grads_of(state, X)
     assert torch.equal(state.params["weight"], before)
