@@ -406,10 +406,10 @@ def create_in_parts(_: Scene) -> Any:
 def run(scene: Scene) -> Any:
     done: list[Any] = []
 
-    def act(state: af.TrainState, _: af.Metrics) -> Any:
+    def act(state, _):
         return af.evaluate(state, af.Data(X, global_batch_size=12), measure)
 
-    def track(numbers: Any, update: int) -> None:
+    def track(numbers, update):
         done.append((numbers, update))
 
     state = af.run(
@@ -429,7 +429,7 @@ def stopping(scene: Scene) -> Any:
 
 
 def find_batch_size(scene: Scene) -> Any:
-    def fn(batch_size: int, _: af.World) -> int:
+    def fn(batch_size, _):
         if batch_size > 3:
             raise torch.OutOfMemoryError
         return batch_size

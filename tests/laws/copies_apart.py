@@ -124,12 +124,12 @@ def gone_on(
     between = [] if first.same(second) else [Apart(first.copies + 1, 1)]
     by_hand = [Apart(first.copies, 1), *between, Apart(second.copies, 1)]
 
-    def run_by(*through: Apart) -> list[Found]:
+    def run_by(*through):
         found: list[Found] = []
         counts = [updates[0], *[0] * (len(through) - 2), updates[1]]
         with tempfile.TemporaryDirectory() as folder:
 
-            def go_on(at: int, world: af.World) -> Found:
+            def go_on(at, world):
                 state = through[at].state(run, world, every)
                 if at:
                     state = af.load(state, f"{folder}/{at - 1}")

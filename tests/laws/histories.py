@@ -126,7 +126,7 @@ def check_apart(of: Training, axes: dict[str, int], acts: Acts) -> None:
     """Each state has, bitwise, what one alone has that was stepped on the same batches."""
     with tempfile.TemporaryDirectory() as folder:
 
-        def fn(world: af.World) -> None:
+        def fn(world):
             check_apart_on(world, of, acts, folder)
 
         simulate(prod(axes.values()), fn, axes=axes)

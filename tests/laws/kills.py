@@ -29,7 +29,7 @@ def killing() -> Iterator[Killing]:
     """Lend a process whose children save until they kill themselves."""
     process = RankProcess.start(_serve, name="forks processes that kill themselves")
 
-    def kill(root: Path, said: Path, at: int, late: bool, async_: bool) -> int:
+    def kill(root, said, at, late, async_):
         process.pipe.send((root, said, at, late, async_))
         return int(heard(process.pipe))
 
@@ -57,7 +57,7 @@ def _serve(pipe: Connection) -> None:
 def _save(root: Path, said: Path, at: int, late: bool, async_: bool) -> None:
     disk = Disk(root)
 
-    def kill(_: str) -> None:
+    def kill(_):
         os.kill(os.getpid(), signal.SIGKILL)
 
     (disk.after if late else disk.happens)[at] = kill

@@ -139,13 +139,13 @@ def check(call: Call, *, is_causal: bool) -> None:
 
 @given(call=calls)
 @example(Call((1, 1, 2, 3), 1, None, "k", (1, 1), torch.float64, 1))
-def test_blocks_that_are_joined_are_attention_to_all(call: Call) -> None:
+def test_blocks_that_are_joined_are_attention_to_all(call):
     """What is seen and all gradients, by torch's kernel and by products, under any mask."""
     check(call, is_causal=False)
 
 
 @given(call=calls, features=st.sampled_from([None, 4]))
-def test_a_block_may_be_causal(call: Call, features: int | None) -> None:
+def test_a_block_may_be_causal(call, features):
     """Where queries and keys are of the same positions."""
     queries = call.num[2]
     one = attrs.evolve(call, cuts=(queries,), mask=None, features=features)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings(  # of a skipped tower's input
 
 
 @given(run=branchings())
-def test_ranks_run_other_layers(run: Branching) -> None:
+def test_ranks_run_other_layers(run):
     """Experts, heads and towers that ranks run in other orders, or not: right numbers, or an
     error on every rank before the optimizer runs; by replicas and by units of any kind.
     """
@@ -27,7 +27,7 @@ def test_ranks_run_other_layers(run: Branching) -> None:
 
 
 @given(run=branchings(syncs=True))
-def test_ranks_normalize_in_other_layers(run: Branching) -> None:
+def test_ranks_normalize_in_other_layers(run):
     """`sync_batchnorm` in branches is right, or an error on every rank names the layers."""
     may_raise = run.options["find_unused_parameters"] is False
     unused = (af.errors.UnusedParametersError,) if may_raise else ()

@@ -23,9 +23,7 @@ LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=60)
     seed=SEEDS,
     epoch=st.integers(0, 3),
 )
-def test_buckets_are_sorted_windows(
-    lengths: list[int], window: int, size: int, seed: int, epoch: int
-) -> None:
+def test_buckets_are_sorted_windows(lengths, window, size, seed, epoch):
     """Each sample comes once; a window's batches, by length, are sorted; a short one is last."""
     n = len(lengths)
     order = af.orders.bucketed(lengths, window=window)
@@ -59,16 +57,14 @@ def test_batches_of_a_window_come_in_any_order():
     shuffle=st.booleans(),
     seed=SEEDS,
 )
-def test_budgets_are_kept_and_used(
-    costs: list[int], more: int, padded: bool, shuffle: bool, seed: int
-) -> None:
+def test_budgets_are_kept_and_used(costs, more, padded, shuffle, seed):
     """Every sample comes once, no batch exceeds the limit, none could take the next too.
 
     And there are as many as are counted beforehand.
     """
     limit = max(costs) + more
 
-    def cost(batch: list[int]) -> int:
+    def cost(batch):
         each = [costs[i] for i in batch]
         return max(each) * len(each) if padded else sum(each)
 

@@ -72,9 +72,7 @@ def loss_fn(model: nn.Module, rows: torch.Tensor, way: object) -> torch.Tensor:
         st.tuples(st.sampled_from(sorted(WAYS)), st.booleans()), min_size=2, max_size=8
     )
 )
-def test_buffers_are_those_of_the_passes_that_were_applied(
-    passes: list[tuple[str, bool]],
-) -> None:
+def test_buffers_are_those_of_the_passes_that_were_applied(passes):
     """However they are written, and whatever passes between were for nothing, or raised."""
     state = af.TrainState.create(
         model=Keeping, optimizer=partial(torch.optim.SGD, lr=0.1)
@@ -123,10 +121,10 @@ ACTS = st.sampled_from(sorted(WAYS.keys() - {"failed"} | {"sigmoid", "used"}))
 
 
 @given(acts=st.lists(ACTS, min_size=1, max_size=6), updates=st.integers(1, 2))
-def test_what_runs_again_writes_buffers_once(acts: list[str], updates: int) -> None:
+def test_what_runs_again_writes_buffers_once(acts, updates):
     """Wherever in its forward a module writes them, though the second run ends before."""
 
-    def trained(*setup: object) -> dict[str, torch.Tensor]:
+    def trained(*setup):
         state = af.TrainState.create(
             model=Outer,
             optimizer=partial(torch.optim.SGD, lr=0.1),

@@ -2,7 +2,6 @@
 """Ranks that are about to make different calls are told, and none of them makes it."""
 
 import re
-from typing import Any
 
 import attrs
 import pytest
@@ -16,7 +15,7 @@ from accelfn.testing import simulate
 from tests.laws.worlds import DDP
 from tests.ranks import programs
 from tests.ranks.programs_of_checks import CALLS, checked, meet
-from tests.strategies import Run, runs
+from tests.strategies import runs
 
 one_call = st.sampled_from(sorted(CALLS))
 
@@ -33,7 +32,7 @@ def calls(draw: st.DrawFn) -> list[str]:
 
 
 @given(names=calls())
-def test_different_calls_are_told_on_all_ranks(names: list[str]) -> None:
+def test_different_calls_are_told_on_all_ranks(names):
     """All are told what each was about to do and where, if they differ in anything."""
     told = simulate(len(names), lambda world: meet(world, names)).results
     if len(set(names)) == 1:
@@ -71,11 +70,11 @@ def test_what_differs_is_named(one, other, what):
 
 
 @given(run=runs(), size=st.integers(1, 3))
-def test_checking_changes_nothing(run: Run, size: int) -> None:
+def test_checking_changes_nothing(run, size):
     """A training in a checked world is bitwise that in another, whatever ranks were dealt."""
     split = attrs.evolve(run, setup=DDP)
 
-    def train(world: af.World) -> tuple[Any, Any, list[str]]:
+    def train(world):
         said = af.all_gather_objects("a" * world.rank, world)
         return *programs.train(world, split), said
 
@@ -90,10 +89,10 @@ def test_checking_changes_nothing(run: Run, size: int) -> None:
 
 
 @given(names=st.permutations(["a", "b", "c", "d"]))
-def test_simulated_worlds_compare_structures(names: list[str]) -> None:
+def test_simulated_worlds_compare_structures(names):
     """Trees whose dicts have other names are refused, though their shapes are alike."""
 
-    def fn(world: af.World) -> object:
+    def fn(world):
         order = names[:3] if world.rank else ["a", "b", "c"]
         return af.all_reduce(dict.fromkeys(order, torch.ones(2)), world)
 
@@ -106,10 +105,10 @@ def test_simulated_worlds_compare_structures(names: list[str]) -> None:
 
 
 @given(rows=st.lists(st.integers(0, 2) | st.none(), min_size=1, max_size=4))
-def test_a_lone_number_is_a_row_among_rows(rows: list[int | None]) -> None:
+def test_a_lone_number_is_a_row_among_rows(rows):
     """Some ranks may have rows of numbers, where others have one number without a dim."""
 
-    def fn(world: af.World) -> list[float]:
+    def fn(world):
         count = rows[world.rank]
         mine = torch.full(() if count is None else (count,), float(world.rank))
         return af.all_gather(mine, checked(world), ragged=True).tolist()

@@ -78,9 +78,7 @@ updates = st.lists(
     chain=st.sampled_from(sorted(CHAINS)),
     sizes=updates,
 )
-def test_compiling_changes_nothing(
-    kind: str, loss: str, chain: str, sizes: list[list[int]]
-) -> None:
+def test_compiling_changes_nothing(kind, loss, chain, sizes):
     """Parameters, buffers, optimizer and metrics are those of the plain step, to rounding."""
     plain, expected = updated(begun(kind, chain, compiled=False), loss, sizes)
     found, told = updated(begun(kind, chain, compiled=True), loss, sizes)

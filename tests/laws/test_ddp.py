@@ -15,8 +15,7 @@ from torch import nn
 import accelfn as af
 from accelfn.errors import ReplicaMismatchError
 from accelfn.testing import simulate, strategies
-from tests.internals import Sums
-from tests.laws.worlds import DDP, Found, trained
+from tests.laws.worlds import DDP, trained
 from tests.processes import run_ranks
 from tests.ranks import programs
 from tests.strategies import LOSSES, Run, differences, runs, tensors
@@ -37,7 +36,7 @@ options = st.fixed_dictionaries(
     ddp=options,
     sums=strategies.sums(),
 )
-def test_buckets_change_nothing(run: Run, size: int, ddp: dict, sums: Sums) -> None:
+def test_buckets_change_nothing(run, size, ddp, sums):
     """However gradients are packed, the run is the same, but for the order of the sums."""
     expected = trained(size, run, DDP, sums=sums)
     found = trained(size, run, af.shard_data(), af.wrap_ddp(**ddp), sums=sums)
@@ -52,10 +51,10 @@ def test_buckets_change_nothing(run: Run, size: int, ddp: dict, sums: Sums) -> N
     parts=st.integers(2, 4),
     ddp=options,
 )
-def test_one_reduction_an_update(run: Run, size: int, parts: int, ddp: dict) -> None:
+def test_one_reduction_an_update(run, size, parts, ddp):
     """However many micro-batches there are, ranks communicate as for one."""
 
-    def communicated(number: int) -> list[tuple]:
+    def communicated(number):
         setup = af.chain(
             af.shard_data(), af.wrap_ddp(**ddp), af.accumulate(num_micro_batches=number)
         )
@@ -86,13 +85,11 @@ class Counting(nn.Module):
     updates=st.integers(1, 3),
     engine=st.sampled_from([af.wrap_ddp(), af.wrap_fsdp()]),
 )
-def test_buffers_cross_once_an_update(
-    size: int, parts: int, updates: int, engine: object
-) -> None:
+def test_buffers_cross_once_an_update(size, parts, updates, engine):
     """Its first micro-batch begins with those of rank 0, and the others go on from them."""
 
-    def communicated(number: int) -> list[tuple]:
-        def fn(world: af.World) -> None:
+    def communicated(number):
+        def fn(world):
             state = af.TrainState.create(
                 model=Counting,
                 optimizer=functools.partial(torch.optim.SGD, lr=0.1),
@@ -110,12 +107,12 @@ def test_buffers_cross_once_an_update(
 
 
 @given(run=runs(updates=2), size=st.sampled_from([2, 4]), ddp=options)
-def test_gradients_are_the_holders_own(run: Run, size: int, ddp: dict) -> None:
+def test_gradients_are_the_holders_own(run, size, ddp):
     """Gradients survive later passes, and give the step's own result when applied."""
     setup = af.chain(af.shard_data(), af.wrap_ddp(**ddp))
     run = attrs.evolve(run, setup=setup)
 
-    def look_twice(world: af.World) -> Found:
+    def look_twice(world):
         state, _ = run.train(run.state(world), 1)
         compute = af.value_and_grad(LOSSES[run.loss])
         batch = next(iter(af.batches(state)))
@@ -149,7 +146,7 @@ def test_ranks_that_differ_in_a_bit_are_refused(kind, size, where, bit, setup):
     names = list(run.state().params)
     name = names[where % len(names)]
 
-    def build(world: af.World) -> None:
+    def build(world):
         state = run.state(world)
         if world.rank == size - 1:
             bits = state.params[name].view(-1)[where % 2 :][:1].view(torch.int64)
@@ -163,10 +160,10 @@ def test_ranks_that_differ_in_a_bit_are_refused(kind, size, where, bit, setup):
 
 
 @given(size=st.sampled_from([2, 3]), rank=st.integers(0, 2))
-def test_ranks_that_differ_in_shape_are_refused(size: int, rank: int) -> None:
+def test_ranks_that_differ_in_shape_are_refused(size, rank):
     """The first tensor of another shape is named, with each rank's."""
 
-    def build(world: af.World) -> None:
+    def build(world):
         state = af.TrainState.create(
             model=lambda: torch.nn.Linear(2, 2 + (world.rank == rank % size)),
             optimizer=torch.optim.SGD,
@@ -192,7 +189,7 @@ def test_options_reach_ddp(option, value):
     """Every option of wrap_ddp reaches DistributedDataParallel, and changes it alone."""
     from tests.internals import ddp_engine as module  # the one place that builds it
 
-    def given_to_ddp(setup: object) -> dict[str, Any]:
+    def given_to_ddp(setup):
         with mock.patch.object(module, "LeanDDP", wraps=module.LeanDDP) as spy:
             simulate(2, lambda world: af.prepare_engine(Run(setup=setup).state(world)))
         seen = dict(spy.call_args.kwargs)
@@ -208,7 +205,7 @@ def test_a_static_graph_is_that_of_the_first_pass_that_reduces():
     """DistributedDataParallel is told so before that pass, and not before one that does not."""
     run = Run(setup=af.chain(af.shard_data(), af.wrap_ddp(static_graph=True)))
 
-    def told(world: af.World) -> list[bool]:
+    def told(world):
         state, loss = run.state(world), run.program().loss
         compute, seen = af.value_and_grad(loss), list[bool]()
         for sync in (False, False, True, False, True):
@@ -237,7 +234,7 @@ def test_fused_optimizers_divide_alike(optimizer, seed, batch_size):
     data = torch.randn(12, 3, generator=torch.Generator().manual_seed(seed))
     kind = getattr(torch.optim, optimizer)
 
-    def train(world: af.World, *, fused: bool) -> dict[str, torch.Tensor]:
+    def train(world, *, fused):
         state = af.TrainState.create(
             model=lambda: torch.nn.Linear(3, 2),
             optimizer=functools.partial(kind, lr=0.1, fused=fused),
@@ -250,7 +247,7 @@ def test_fused_optimizers_divide_alike(optimizer, seed, batch_size):
             state, _ = step(state, batch)
         return dict(state.params)
 
-    def both(world: af.World) -> None:
+    def both(world):
         fused, plain = (train(world, fused=each) for each in (True, False))
         torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-6)
 

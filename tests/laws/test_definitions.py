@@ -100,7 +100,7 @@ def reduced_by_hand(state: af.TrainState, compute: Any) -> None:
 def trained(choices: list[dict[str, int]], *, by_hand: bool = False) -> list[str]:
     """Train an update on ranks that made these choices; return how each rank ended."""
 
-    def rank(world: af.World) -> str:
+    def rank(world):
         chosen = {part: PARTS[part][i]() for part, i in choices[world.rank].items()}
         loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
         step = af.make_step(loss)
@@ -123,9 +123,7 @@ choices = st.fixed_dictionaries(
 
 
 @given(common=choices, size=st.integers(2, 3), by_hand=st.booleans(), data=st.data())
-def test_definitions_that_differ_are_refused(
-    common: dict[str, int], size: int, by_hand: bool, data: st.DataObject
-) -> None:
+def test_definitions_that_differ_are_refused(common, size, by_hand, data):
     """Made alike on each rank, they train; with one part that differs, all ranks say so.
 
     So they do where a step reduces the gradients by hand, as soon as it does.
@@ -158,10 +156,10 @@ def test_any_two_that_differ_are_told_apart(part):
 
 
 @given(size=st.integers(2, 9))
-def test_ranks_that_agree_say_as_much_on_any_number_of_ranks(size: int) -> None:
+def test_ranks_that_agree_say_as_much_on_any_number_of_ranks(size):
     """What each gives, and gets, before the first update does not grow; no text is sent."""
 
-    def rank(world: af.World) -> None:
+    def rank(world):
         state = af.TrainState.create(
             model=partial(torch.nn.Linear, 3, 1),
             optimizer=partial(SGD, lr=0.1),
@@ -178,7 +176,7 @@ def test_ranks_that_agree_say_as_much_on_any_number_of_ranks(size: int) -> None:
 def test_data_of_each_rank_may_be_its_own():
     """Where ranks share none, nothing is compared."""
 
-    def rank(world: af.World) -> int:
+    def rank(world):
         state = af.TrainState.create(
             model=partial(torch.nn.Linear, 3, 1),
             optimizer=partial(SGD, lr=0.1),
@@ -195,7 +193,7 @@ def test_data_of_each_rank_may_be_its_own():
 def test_functions_may_lie_anywhere():
     """Setups whose functions are each rank's own are alike; others are shown as written."""
 
-    def rank(world: af.World, clipped: float) -> str:
+    def rank(world, clipped):
         setup = af.chain(
             SHARED,
             af.compile(backend=lambda graph, _: graph),

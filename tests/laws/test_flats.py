@@ -123,11 +123,11 @@ cases = st.builds(Case, groups, st.sampled_from([1, 3]), st.integers(2, 5)).filt
 @example(case=Case((((7, 3), (), (5,)), ((2,),)), stage=1, ranks=3))
 @example(case=Case((((7, 3), (), (5,)), ((2,),)), stage=3, ranks=3))
 @given(case=cases)
-def test_rows_and_flat_tensors_hold_the_same(case: Case) -> None:
+def test_rows_and_flat_tensors_hold_the_same(case):
     """There and back: flat tensors are as DeepSpeed cuts them, padding is 0, rows come back."""
     values = case.values()
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         where = case.where(world, values)
         rows = {n: where.layout.cut(n, value) for n, value in values.items()}
         flats = where.to_flats(rows)
@@ -146,11 +146,11 @@ def test_rows_and_flat_tensors_hold_the_same(case: Case) -> None:
 
 
 @given(case=cases, begun=st.booleans())
-def test_what_an_optimizer_has_goes_there_and_back(case: Case, begun: bool) -> None:
+def test_what_an_optimizer_has_goes_there_and_back(case, begun):
     """Moments by element, counts by parameter, and numbers of a group."""
     values, moments = case.values(), (case.values(1), case.values(2))
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         where = case.where(world, values)
         given = {
             name: {
@@ -191,7 +191,7 @@ def test_parameters_of_a_group_count_alike(other, match):
     case = Case((((2,), (3, 2)),), 1, 2)
     values = case.values()
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         where = case.where(world, values)
         given = {"0.0": {"step": torch.tensor(1.0)}}
         if other:
@@ -228,13 +228,13 @@ def moves(draw: st.DrawFn) -> tuple[int, list[int], list[Any], list[Any]]:
 
 
 @given(case=moves(), at_once=st.sampled_from([flats._AT_ONCE, 4, 40]))
-def test_each_rank_gets_the_elements_that_it_wants(case: Any, at_once: int) -> None:
+def test_each_rank_gets_the_elements_that_it_wants(case, at_once):
     """However they lie, whether several have them, and in however many calls they go."""
     ranks, counts, have, want = case
     whole = {str(i): torch.arange(n) * 1.0 + 100 * i for i, n in enumerate(counts)}
 
-    def fn(world: af.World) -> None:
-        def mine(runs: list[Any]) -> dict[str, torch.Tensor]:
+    def fn(world):
+        def mine(runs):
             cuts = {str(i): each[world.rank] for i, each in enumerate(runs)}
             return {name: whole[name][begin:end] for name, (begin, end) in cuts.items()}
 
@@ -250,7 +250,7 @@ def test_each_rank_gets_the_elements_that_it_wants(case: Any, at_once: int) -> N
 
 
 @given(count=st.integers(0, 20), part=st.integers(1, 6), ranks=st.integers(1, 5))
-def test_equal_parts_cover_each_element_once(count: int, part: int, ranks: int) -> None:
+def test_equal_parts_cover_each_element_once(count, part, ranks):
     """As many as there is room for, in order; nothing lies beyond the end."""
     seen = [e for begin, end in evenly(count, part, ranks) for e in range(begin, end)]
     assert seen == list(range(min(count, part * ranks)))

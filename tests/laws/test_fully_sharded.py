@@ -8,7 +8,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import accelfn as af
 from accelfn.testing import simulate
 from tests.laws.fully_sharded import CALLS, OPTIMIZERS, Loop, both
 from tests.laws.split_models import AXES
@@ -50,13 +49,13 @@ loops = st.builds(
     axes=AXES[0],
 )
 @given(loop=loops, axes=st.sampled_from([AXES[0], AXES[2], AXES[6]]))
-def test_a_step_is_that_of_the_tutorial(loop: Loop, axes: dict[str, int]) -> None:
+def test_a_step_is_that_of_the_tutorial(loop, axes):
     """Bitwise, of equal shares, in any dtypes and axes, with micro-batches, however the model
     is called; up to rounding where a norm is clipped.
     """
     eps = torch.finfo(loop.dtype).eps
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         try:
             ours, theirs, (loss, by_hand) = both(world, loop)
         except RuntimeError as error:

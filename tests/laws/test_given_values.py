@@ -94,15 +94,15 @@ WAYS = {"with_params": by_with_params, "bind": by_bind, "load_part": by_load_par
 
 @pytest.mark.parametrize("way", WAYS)
 @given(setup=st.sampled_from(sorted(SETUPS)), size=st.sampled_from([1, 2]))
-def test_a_state_begins_with_what_it_is_given(way: str, setup: str, size: int) -> None:
+def test_a_state_begins_with_what_it_is_given(way, setup, size):
     """Before the first update it is the state that was created with these parameters."""
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         other = created(world, setup, seed=1)
         af.save(other, Path(folder) / "other")
         values = {name: each.clone() for name, each in other.params.items()}
 
-        def made_of_them() -> nn.Module:
+        def made_of_them():
             model = net()
             model.load_state_dict(values)
             return model
@@ -122,10 +122,10 @@ def test_a_state_begins_with_what_it_is_given(way: str, setup: str, size: int) -
 
 
 @given(setup=st.sampled_from(["ema", "diloco", "diloco in few bits"]))
-def test_what_has_come_further_goes_on_and_is_told(setup: str) -> None:
+def test_what_has_come_further_goes_on_and_is_told(setup):
     """In mid-run slots stay; of parameters of a file alone a warning says so."""
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         state, other = trained(created(world, setup), 1), created(world, setup, seed=1)
         slots = {name: each for name, each in tensors(state).items() if "slots" in name}
         af.save(other, Path(folder) / "other")
@@ -164,7 +164,7 @@ def test_what_is_frozen_moves_by_no_outer_momentum(
     """Under diloco it stays, bitwise, where ranks have met; in few bits up to their rounding."""
     diloco = af.diloco(sync_every=3, fragments=fragments, mix=mix, delay=delay)
 
-    def fn(world: af.World) -> dict[str, torch.Tensor]:
+    def fn(world):
         setup = af.chain(af.shard_data(), diloco)
         state = trained(created(world, "diloco").with_setup(setup), before)
         # all that was trained is in the mean, and ranks have met there
@@ -191,10 +191,10 @@ def test_what_is_frozen_moves_by_no_outer_momentum(
 
 
 @given(frozen=frozen_names, mix=st.sampled_from([0.0, 0.5]))
-def test_what_is_frozen_apart_goes_to_the_mean(frozen: str, mix: float) -> None:
+def test_what_is_frozen_apart_goes_to_the_mean(frozen, mix):
     """What two ranks had trained since they met is averaged once, with no outer step."""
 
-    def fn(world: af.World) -> tuple[dict[str, Any], dict[str, Any]]:
+    def fn(world):
         setup = af.chain(af.shard_data(), af.diloco(sync_every=3, mix=mix))
         state = created(world, "diloco").with_setup(setup)
         state = trained(state, 2)
@@ -234,8 +234,8 @@ def test_an_optimizer_that_draws_is_a_function_of_the_state(size, cut, drawn, *,
             (lambda name, _: "weight" in name, optimizer), (..., SGD)
         )
 
-    def fn(world: af.World) -> dict[str, torch.Tensor]:
-        def begin() -> af.TrainState:
+    def fn(world):
+        def begin():
             return af.TrainState.create(
                 model=net,
                 optimizer=optimizer,
@@ -288,11 +288,11 @@ APART = {
 
 @pytest.mark.parametrize("act", APART)
 @given(updates=st.integers(0, 2))
-def test_ranks_that_part_in_mid_run_are_told(act: str, updates: int) -> None:
+def test_ranks_that_part_in_mid_run_are_told(act, updates):
     """What each rank is given for itself is found at the next update, before it is taken."""
     change, words = APART[act]
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         state = change(trained(created(world, "ema"), updates), folder)
         with pytest.raises(ReplicaMismatchError, match=words):
             trained(state, 1)

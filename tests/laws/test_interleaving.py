@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.laws.worlds import DDP, Found
-from tests.strategies import LOSSES, Run, differences, runs, tensors
+from tests.laws.worlds import DDP
+from tests.strategies import LOSSES, differences, runs, tensors
 
 SETUPS = {
     "ddp": DDP,
@@ -32,15 +32,13 @@ schedules = st.lists(st.integers(0, 3), max_size=60)
     size=st.integers(2, 4),
     schedule=schedules,
 )
-def test_any_order_of_ranks_gives_the_same(
-    run: Run, kind: str, setup: str, size: int, schedule: list[int]
-) -> None:
+def test_any_order_of_ranks_gives_the_same(run, kind, setup, size, schedule):
     """In any order of turns, a run is bitwise the same, and so is the log of collectives."""
     if kind == "norm":  # two samples in each of eight micro-batches
         run = attrs.evolve(run, n=32, batch_size=16)
     run = attrs.evolve(run, kind=kind, setup=SETUPS[setup])
 
-    def everything(world: af.World) -> tuple[Found, list[dict[str, float]]]:
+    def everything(world):
         state, metrics = run.train(run.state(world))
         means = [each.all_reduce_mean(world) for each in metrics]
         data = af.Data(run.dataset(), global_batch_size=3)

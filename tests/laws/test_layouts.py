@@ -94,8 +94,8 @@ def stepped(run: Run, state: af.TrainState, updates: int) -> af.TrainState:
     begun=st.booleans(),
 )
 def test_what_is_saved_in_one_layout_is_loaded_in_another(
-    run: Run, one: Lying, other: Lying, updates: int, frozen: Any, begun: bool
-) -> None:
+    run, one, other, updates, frozen, begun
+):
     """Parameters, buffers, optimizer state and averages, bitwise, on all ranks, which go on
     from there alike; and exports from either have the same bytes. Frozen parameters may be
     saved by their hashes alone.
@@ -103,13 +103,13 @@ def test_what_is_saved_in_one_layout_is_loaded_in_another(
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
 
-        def save(world: af.World) -> tuple[Found, Found]:
+        def save(world):
             state = stepped(run, run.state(world, one.engine), updates)
             af.save(state, place / "saved", frozen=frozen)
             af.export_model(state, place / "one", at="train")
             return tensors(state), tensors(stepped(run, state, 1))
 
-        def load(world: af.World) -> tuple[Found, Found]:
+        def load(world):
             state = run.state(world, other.engine)
             if begun:  # what it had before has no say
                 state = stepped(run, state, 1)
@@ -132,7 +132,7 @@ def test_what_is_saved_in_one_layout_is_loaded_in_another(
 def of_every_kind(state: af.TrainState) -> dict[str, Any]:
     """Return values by parameters' names in all that may stand in a slot."""
 
-    def moments() -> dict[str, Any]:
+    def moments():
         return {n: p.detach().clone() for n, p in state.params.items() if p.ndim}
 
     return {
@@ -150,17 +150,15 @@ def of_every_kind(state: af.TrainState) -> dict[str, Any]:
     size=st.integers(2, 4),
     updates=st.integers(0, 2),
 )
-def test_another_setup_and_back_changes_nothing(
-    run: Run, there: Any, back: object, size: int, updates: int
-) -> None:
+def test_another_setup_and_back_changes_nothing(run, there, back, size, updates):
     """A state's numbers are the same bits in another layout; the state itself stays; and what
     comes back trains on as what never went.
     """
 
-    def leaves(state: af.TrainState) -> list[torch.Tensor]:
+    def leaves(state):
         return tensor_leaves([state.params, state.opt_state, state.slots])
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         state = stepped(run, run.state(world, back), updates)
         state = state.with_slot("mine", of_every_kind(state))
         home, before = state.setup, tensors(state)
@@ -183,10 +181,10 @@ def test_another_setup_and_back_changes_nothing(
 
 
 @given(run=runs(), wrap=st.sampled_from(FSDP), size=st.integers(2, 4))
-def test_the_kit_compares_what_is_split(run: Run, wrap: object, size: int) -> None:
+def test_the_kit_compares_what_is_split(run, wrap, size):
     """`quantities` are whole; `assert_states_equal` finds a bit of a rank's part."""
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         state = stepped(run, run.state(world, wrap), 1)
         replica = stepped(run, run.state(world, af.wrap_ddp()), 1)
         one, other = (quantities(each)["params"] for each in (state, replica))

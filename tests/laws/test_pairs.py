@@ -204,13 +204,13 @@ def keepers(draw: st.DrawFn) -> list[Notes]:
 
 
 @given(setup=keepers(), skips=st.lists(st.booleans(), min_size=1, max_size=4))
-def test_each_has_its_own_slot(setup: list[Notes], skips: list[bool]) -> None:
+def test_each_has_its_own_slot(setup, skips):
     """It gets what it gave last, None too; a skip leaves that of all who do not see it."""
     at = tuple(i for i, each in enumerate(skips) if each)
     state, _ = played([*setup, Skips(at)], len(skips))
     for each in setup:
 
-        def told(slot: Any, field: str, each: Notes = each) -> Any:
+        def told(slot, field, each=each):
             if field not in each.fields:
                 return slot
             if each.forgets == field:
@@ -238,7 +238,7 @@ PRINTED = {
 
 
 @given(setup=notes())
-def test_explain_prints_what_is_called(setup: list[Notes]) -> None:
+def test_explain_prints_what_is_called(setup):
     """What explain() prints of a field is what a step calls, innermost first."""
     text = explanation(af.chain(*setup))
     _, log = played([*setup, Skips((1,))], 2)

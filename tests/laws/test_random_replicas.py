@@ -30,7 +30,7 @@ from tests.strategies import differences
 def train(setup: Setup, folder: Path, world: af.World, *, first: bool) -> list[Moment]:
     """Train to the cut and save, or load and train from there to the end."""
 
-    def frozen(state: af.TrainState, at: int) -> af.TrainState:
+    def frozen(state, at):
         if at < setup.frozen_from:
             return state
         return state.with_trainable(lambda name, _: name.startswith("head"))
@@ -122,7 +122,7 @@ AVERAGED = Setup(
 
 @given(setup=setups())
 @example(AVERAGED)
-def test_ranks_apart_are_loops_apart(setup: Setup) -> None:
+def test_ranks_apart_are_loops_apart(setup):
     """Each rank holds what a loop of its own holds, and all evaluate the mean of the loops."""
     with tempfile.TemporaryDirectory() as folder:
         halves = [

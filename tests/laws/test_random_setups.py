@@ -109,14 +109,14 @@ def _precision(kind: str) -> Any:
 def loss_fn(recipe: Recipe) -> Any:
     """Return the loss as a user of accelfn writes it."""
 
-    def loss(net: Any, batch: Any) -> Any:
+    def loss(net, batch):
         errors = plain.errors(net, *batch)
         if recipe.loss == "mean":
             return errors.mean()
         counted = plain.weights(recipe.loss, *batch)
         return af.Loss((errors * counted).sum(), counted.sum())
 
-    def part(net: Any, batch: Any, count: Any) -> Any:
+    def part(net, batch, count):
         counted = plain.weights(recipe.loss, *batch)
         return (plain.errors(net, *batch) * counted).sum() / count
 
@@ -133,7 +133,7 @@ def step_of(setup: Setup) -> Any:
         return partial(af.make_step(loss_fn(recipe), **how), donate=not setup.copies)
     compute = af.value_and_grad(loss_fn(recipe), **how)
 
-    def step(state: Any, batch: Any) -> Any:
+    def step(state, batch):
         metrics, grads = compute(state, batch, sync=False)
         if grads.reduced:
             return af.apply_grads(state, grads), metrics
@@ -253,7 +253,7 @@ def setups(draw: st.DrawFn) -> Setup:
 
 
 @given(setup=setups())
-def test_it_trains_what_a_plain_loop_trains(setup: Setup) -> None:
+def test_it_trains_what_a_plain_loop_trains(setup):
     """Any setup, on 1 to 4 ranks and resumed on 1 to 4, comes to what a plain loop comes to."""
     order = setup.order()
     expected = plain.train(setup.recipe, order)

@@ -282,7 +282,7 @@ def setups(draw: st.DrawFn) -> Setup:
     setup=Setup("weighted", ("halves", "looks", "halves"), "fsdp", 3, 1, 9, 1, 0, ())
 )
 @given(setup=setups())
-def test_any_step_is_the_loop_by_hand(setup: Setup) -> None:
+def test_any_step_is_the_loop_by_hand(setup):
     """Parameters, buffers, metrics and the place in the data are those of a plain loop."""
     found = zip(*simulate(setup.size, partial(train, setup)), strict=True)
     for expected, ranks in zip(by_hand(setup), found, strict=True):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn.testing import simulate
 from tests.internals import local, tensor_leaves
-from tests.laws.split_models import AXES, LOSSES, Block, Net, Run, runs
+from tests.laws.split_models import AXES, LOSSES, Block, Net, runs
 
 BYTES = 8  # of a float64
 
@@ -33,15 +33,13 @@ def parts(state: af.TrainState) -> list[tuple[str, int, int]]:
 
 
 @given(run=runs(micro=1), axes=st.sampled_from(AXES), reshard=st.booleans())
-def test_each_rank_has_its_share_and_no_more(
-    run: Run, axes: dict[str, int], reshard: bool
-) -> None:
+def test_each_rank_has_its_share_and_no_more(run, axes, reshard):
     """Of every tensor as many rows as divide among the ranks: at the start, after updates,
     with averages, and after a load; and no more memory behind them than the largest share.
     """
     shares = axes["dp_shard"]
 
-    def look(state: af.TrainState) -> list[Any]:
+    def look(state):
         for what, rows, here in parts(state):
             assert here <= -(-rows // shares), what
         memory = af.memory(state)
@@ -60,7 +58,7 @@ def test_each_rank_has_its_share_and_no_more(
 
     with tempfile.TemporaryDirectory() as folder:
 
-        def fn(world: af.World) -> list[Any]:
+        def fn(world):
             wrap = af.wrap_fsdp(reshard_after_forward=reshard)
             state, step = run.state(world, wrap), af.make_step(LOSSES[run.loss])
             seen = [look(state)]
@@ -86,14 +84,8 @@ def test_each_rank_has_its_share_and_no_more(
     dtypes=st.tuples(*[st.sampled_from([None, torch.float32])] * 2),
 )
 def test_what_crosses_the_ranks_is_units(
-    run: Run,
-    axes: dict[str, int],
-    units: Any,
-    keep_grads: Any,
-    dtypes: Any,
-    *,
-    reshard: bool,
-) -> None:
+    run, axes, units, keep_grads, dtypes, *, reshard
+):
     """A micro-batch gathers each unit once, and once more where it was given up; gradients are
     reduced a unit at a time, with the last micro-batch or with each; in the dtypes asked for.
     """
@@ -105,7 +97,7 @@ def test_what_crosses_the_ranks_is_units(
         reduce_dtype=dtypes[1],
     )
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         state, step = run.state(world, wrap), af.make_step(LOSSES[run.loss])
         for batch in run.batches(state, 2):
             state, _ = step(state, batch)

@@ -26,9 +26,7 @@ NAMES = sorted(Run().state().params)
     name=st.sampled_from(NAMES),
     data=st.data(),
 )
-def test_the_next_check_finds_one_element_of_one_rank(
-    size: int, every: int, after: int, name: str, data: st.DataObject
-) -> None:
+def test_the_next_check_finds_one_element_of_one_rank(size, every, after, name, data):
     """All ranks raise after the update whose number is the next multiple; it names the tensor."""
     culprit = data.draw(st.integers(0, size - 1))
     run = Run(n=24, batch_size=4)
@@ -36,7 +34,7 @@ def test_the_next_check_finds_one_element_of_one_rank(
     run = attrs.evolve(run, setup=setup)
     due = (after // every + 1) * every
 
-    def fn(world: af.World) -> tuple[int, str]:
+    def fn(world):
         state = run.state(world)
         for _ in range(due + 1):
             if state.step == after and world.rank == culprit:
@@ -61,7 +59,7 @@ def test_the_next_check_finds_one_element_of_one_rank(
 
 
 @given(run=runs(), size=st.integers(1, 3), every=st.integers(1, 3))
-def test_a_check_changes_nothing(run: Run, size: int, every: int) -> None:
+def test_a_check_changes_nothing(run, size, every):
     """Ranks that agree train, bitwise, as without it."""
     plain = attrs.evolve(run, setup=DDP)
     looked = attrs.evolve(run, setup=af.chain(DDP, af.check_replicas(every=every)))
@@ -81,7 +79,7 @@ def test_batch_statistics_may_differ(every):
     run = Run(n=16, batch_size=8, kind="norm", dyadic=False)
     run = attrs.evolve(run, setup=af.chain(DDP, af.check_replicas(every=every)))
 
-    def fn(world: af.World) -> list[float]:
+    def fn(world):
         state, _ = run.train(run.state(world), 2)
         return state.buffers["norm.running_mean"].tolist()
 
@@ -165,7 +163,7 @@ def test_whatever_differs_in_a_state_is_named(field, culprit):
     run = Run(n=24, batch_size=6, kind="norm", dyadic=False, optimizer="momentum")
     run = attrs.evolve(run, setup=af.chain(DDP, af.sync_batchnorm()))
 
-    def fn(world: af.World) -> str:
+    def fn(world):
         state, _ = run.train(run.state(world), 2)
         state = state.with_slot("own", {"x": [torch.arange(4.0)], "n": 3})
         af.assert_replicas_agree(state)
@@ -223,14 +221,12 @@ def around(kinds: object, leaf: object) -> object:
     size=st.integers(2, 3),
     data=st.data(),
 )
-def test_any_leaf_of_a_slot_is_compared(
-    kinds: object, leaf: object, size: int, data: st.DataObject
-) -> None:
+def test_any_leaf_of_a_slot_is_compared(kinds, leaf, size, data):
     """However deep it lies, in whatever a slot may have, and whatever it is."""
     culprit = data.draw(st.integers(0, size - 1))
     other = leaf + 1 if isinstance(leaf, (torch.Tensor, int, float)) else "other"
 
-    def fn(world: af.World, *, differ: bool) -> str:
+    def fn(world, *, differ):
         mine = other if differ and world.rank == culprit else leaf
         state = Run().state(world).with_slot("mine", around(kinds, mine))
         try:

@@ -2,7 +2,7 @@
 """A model that no process ever holds whole is the same model, wherever it is drawn."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,14 +19,7 @@ import accelfn as af
 from accelfn.errors import ModelError
 from accelfn.testing import simulate
 from tests.internals import is_shard, local, room
-from tests.laws.drawn_models import (
-    LAYERS,
-    OPTIMIZERS,
-    Drawing,
-    Tensors,
-    drawings,
-    drawn_in,
-)
+from tests.laws.drawn_models import LAYERS, OPTIMIZERS, Tensors, drawings, drawn_in
 from tests.laws.parallel_layers import (
     DDP,
     FSDP,
@@ -49,9 +42,7 @@ OVER = [
 
 
 @given(drawing=drawings(), lying=st.sampled_from(OVER))
-def test_what_is_drawn_is_the_same_in_any_layout(
-    drawing: Drawing, lying: Lying
-) -> None:
+def test_what_is_drawn_is_the_same_in_any_layout(drawing, lying):
     """Parameters, buffers, what the optimizer begins with and averages, bitwise."""
     engine = lying.engine
     (alone,) = ALONE.on_ranks(partial(drawn_in, drawing=drawing, engine=()))
@@ -74,14 +65,14 @@ def spoken(speech: Speech, world: af.World, *engine: object, init: str) -> Any:
 
 
 @given(speech=speeches(), lying=st.sampled_from([*LYING, *UNSPLIT]))
-def test_it_trains_as_what_was_cut_trains(speech: Speech, lying: Lying) -> None:
+def test_it_trains_as_what_was_cut_trains(speech, lying):
     """A state that was drawn in parts is that of one process, along every axis; and it is
     updated, bitwise, as a state that was drawn whole and was given its values.
     """
 
     alone = spoken(speech, af.World.single(device="cpu"), init="shard").params
 
-    def parts(world: af.World) -> tuple[Tensors, Tensors]:
+    def parts(world):
         setup = lying.setup(speech.plan)
         one = spoken(speech, world, *setup, init="shard")
         values = af.full_params(one, at="train")
@@ -89,7 +80,7 @@ def test_it_trains_as_what_was_cut_trains(speech: Speech, lying: Lying) -> None:
         assert differences(dict(alone), {n: values[n] for n in alone}) == []
         return updated(one), updated(other)
 
-    def updated(state: Any) -> Tensors:
+    def updated(state):
         step = af.make_step(loss_of_tokens)
         state, _ = step(state, next(iter(af.batches(state))))
         return tensors(state)
@@ -105,7 +96,7 @@ def without(found: Tensors, names: set[str]) -> Tensors:
 
 
 @given(drawing=drawings(), rest=st.data())
-def test_a_module_draws_for_itself(drawing: Drawing, rest: st.DataObject) -> None:
+def test_a_module_draws_for_itself(drawing, rest):
     """What others draw changes nothing of it. It has the dtypes, and takes the gradients, that
     the factory says; where the factory writes one number everywhere, so do its modules; what
     others are drawn as has their size.
@@ -193,9 +184,7 @@ def own(module: nn.Module) -> int:
     ),
     tp=st.booleans(),
 )
-def test_no_more_than_parts_and_a_module_is_alive(
-    sizes: list[int], lying: Lying, tp: bool
-) -> None:
+def test_no_more_than_parts_and_a_module_is_alive(sizes, lying, tp):
     """At no moment of `create`, on any rank."""
     axes, setup = lying.axes, lying.engine
     if tp:
@@ -205,7 +194,7 @@ def test_no_more_than_parts_and_a_module_is_alive(
     # lone numbers that are looked at; small parameters, on which an optimizer is tried
     few, tried = 16, 60 * len(list(Layers(sizes).parameters()))
 
-    def create(world: af.World) -> None:
+    def create(world):
         alive = Alive(torch.float64)
         with alive:
             state = af.TrainState.create(
@@ -270,20 +259,18 @@ CHANGES = [loaded, assigned, drawn_again, spread, truncated, scaled, in_part]
     which=st.integers(0, 30),
     size=st.sampled_from([1, 2]),
 )
-def test_what_a_factory_sets_itself_is_refused(
-    kind: str, change: Callable[[nn.Module, nn.Parameter], None], which: int, size: int
-) -> None:
+def test_what_a_factory_sets_itself_is_refused(kind, change, which, size):
     """Whatever it does to a parameter that its modules do not, the parameter is named."""
     count = len(list(LAYERS[kind]().parameters()))
     names = [name for name, _ in LAYERS[kind]().named_parameters()]
     name = names[which % count]
 
-    def make() -> nn.Module:
+    def make():
         module = LAYERS[kind]()
         change(module, module.get_parameter(name))
         return module
 
-    def create(world: af.World) -> None:
+    def create(world):
         with pytest.raises(ModelError, match='init="shard"') as caught:
             af.TrainState.create(
                 model=make,

@@ -124,7 +124,7 @@ def test_parts_are_gathered_to_what_was_cut(given, axes, most):
     wholes = {f"{i}": each.whole(i) for i, each in enumerate(given)}
     cuts = {f"{i}": each.cuts(sizes) for i, each in enumerate(given)}
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         lying = fold_axes(world)
         parts = {n: cut(t, cuts[n], lying) if cuts[n] else t for n, t in wholes.items()}
         found = collectives.gather_full(parts, world, label="whole")
@@ -170,7 +170,7 @@ def test_parts_of_unlike_parts_are_gathered_too(shape, dim, dtype, axes):
     whole = Piece(shape, dtype, (None, None)).whole(0)
     cuts = dict.fromkeys(("dp_shard", "tp"), dim % len(shape))
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         parts = {"mine": cut(whole, cuts, world)}
         assert same_bits(
             collectives.gather_full(parts, world, label="it")["mine"], whole

@@ -37,9 +37,7 @@ class Accumulate:
         return attrs.evolve(plan, num_micro_batches=self.num)
 
     def value_and_grad(self, inner: Callable[..., Any], slot: Any, update: Any) -> Any:
-        def summed(
-            state: Any, batch: Any, /, *extras: Any, into: Any = None, sync: bool = True
-        ) -> Any:
+        def summed(state, batch, /, *extras, into=None, sync=True):
             total, parts = af.Metrics({}), self._parts(batch)
             for number, part in enumerate(parts, 1):
                 last = number == len(parts)
@@ -213,7 +211,7 @@ class Autocast:
     """`autocast("bf16")`: a wrapped loss."""
 
     def loss(self, loss_fn: Callable[..., Any], slot: Any, update: Any) -> Any:
-        def inside(model: nn.Module, batch: Any, *extras: Any) -> Any:
+        def inside(model, batch, *extras):
             torch.clear_autocast_cache()
             try:
                 with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -240,7 +238,7 @@ class Recompute:
 
 
 def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*given: Any, **named: Any) -> Any:
+    def call(*given, **named):
         return checkpoint(forward, *given, use_reentrant=False, **named)
 
     return call

@@ -110,7 +110,7 @@ def test_a_program_that_sets_determinism_leaves_the_callers(*, warn_only):
 def test_what_ranks_of_any_group_keep_is_not_sent(axes):
     """Of two ranks that exchange two parts, each sends one, wherever in the world they are."""
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         af.all_to_all([torch.ones(8), torch.ones(8)], world.along("cp"))
 
     alone = simulate(2, fn, axes={"cp": 2}).sent(by="kind")
@@ -119,13 +119,13 @@ def test_what_ranks_of_any_group_keep_is_not_sent(axes):
 
 
 @given(done=st.integers(0, 6), until=st.integers(1, 6))
-def test_a_run_goes_until_an_update_and_no_further(done: int, until: int) -> None:
+def test_a_run_goes_until_an_update_and_no_further(done, until):
     """A state that is there, or beyond, is returned as it is."""
     state = state_of(data=af.Data(torch.ones(8, 2), global_batch_size=2))
     for batch in islice(af.batches(state, until_epoch=9), done):
         state, _ = STEP(state, batch)
 
-    def bounded(state: af.TrainState, batch: Any) -> Any:
+    def bounded(state, batch):
         assert state.step < until
         return STEP(state, batch)
 
@@ -143,7 +143,7 @@ class Decaying(lr_scheduler.LRScheduler):
 
 
 @given(asked=st.lists(st.integers(0, 8), min_size=2, max_size=6))
-def test_a_schedule_goes_back_to_what_was_before(asked: list[int]) -> None:
+def test_a_schedule_goes_back_to_what_was_before(asked):
     """What a scheduler changes late is as the optimizer has it at updates before."""
     optimizer = partial(torch.optim.SGD, lr=0.1, weight_decay=0.25)
     state = state_of(optimizer=optimizer, schedule=af.schedules.from_torch(Decaying))
@@ -171,11 +171,11 @@ def test_hooks_of_all_optimizers_see_updates():
 def test_gradients_of_a_rank_stay_when_they_are_added_up(size, reduces):
     """`sync_grads` gives others; a rank's own are read beside them, as for the noise scale."""
 
-    def loss(model: nn.Module, batch: torch.Tensor) -> Any:
+    def loss(model, batch):
         each = model(batch).square().mean(1)
         return each.mean() if reduces == "mean" else af.Loss(each.sum(), len(batch))
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         state = state_of(world=world, setup=DDP)
         batch = torch.ones(2 + world.rank, 2) * (1 + world.rank)
         _, own = af.value_and_grad(loss)(state, batch, sync=False)
@@ -192,10 +192,10 @@ def test_gradients_of_a_rank_stay_when_they_are_added_up(size, reduces):
     values=st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=3),
     op=st.sampled_from(["min", "max"]),
 )
-def test_large_unsigned_numbers_are_in_order(values: list[int], op: str) -> None:
+def test_large_unsigned_numbers_are_in_order(values, op):
     """Of 2**31 and more, too."""
 
-    def fn(world: af.World) -> int:
+    def fn(world):
         mine = torch.tensor([values[world.rank]], dtype=torch.int64).to(torch.uint32)
         return int(af.all_reduce(mine, world, op))
 
@@ -207,7 +207,7 @@ def test_parts_that_two_ranks_have_exchanged_are_told():
     """Ranks of a copy that hold one another's rows hold another model than the other copy."""
     axes = {"dp_replicate": 2, "dp_shard": 2}
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         setup = af.chain(af.shard_data(), af.wrap_fsdp(), af.check_replicas(every=1))
         state = af.TrainState.create(
             model=lambda: nn.Linear(4, 4),
@@ -235,7 +235,7 @@ def test_what_a_loss_froze_is_trained_once_it_is_told(count):
         optimizer=partial(torch.optim.SGD, lr=0.1),
     )
 
-    def freezes(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def freezes(model, batch):
         for param in islice(model.parameters(), count):
             param.requires_grad_(requires_grad=False)
         return model(batch).square().mean()
@@ -274,16 +274,16 @@ def test_a_row_layer_with_a_bias_keeps_the_dtype_of_autocast():
     seen: list[torch.dtype] = []
 
     class Two(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             out = self.down(self.up(x).relu())
             seen.append(out.dtype)
             return out
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         plan = {"up": "column", "down": "row"}
         setup = af.chain(af.wrap_ddp(), af.tensor_parallel(plan), af.autocast("bf16"))
         state = af.TrainState.create(
@@ -301,10 +301,10 @@ def test_a_row_layer_with_a_bias_keeps_the_dtype_of_autocast():
 def test_a_first_loss_that_is_nan_is_told_as_such():
     """Under split layers, too, where ranks compare it before the first update."""
 
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def loss(model, batch):
         return (model(batch).square().mean() * -1 - 1).log()
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         setup = af.chain(af.wrap_ddp(), af.tensor_parallel({"": "gathered"}))
         state = state_of(setup=setup, world=world)
         af.make_step(loss)(state, torch.ones(2, 2))
@@ -323,7 +323,7 @@ def test_any_rank_may_be_drawn_to_fail(rank):
 
 
 @given(arg=st.text("$l{}_ocarnk", max_size=20) | st.sampled_from(["$local_rank", "$$"]))
-def test_arguments_of_a_script_are_not_filled_in(arg: str) -> None:
+def test_arguments_of_a_script_are_not_filled_in(arg):
     """torch's launcher takes them for templates; whatever is in them comes as it is."""
     filled = string.Template(agent._as_template(arg)).safe_substitute(local_rank="0")
     assert filled == arg
@@ -346,7 +346,7 @@ def test_a_loop_that_was_left_is_not_what_the_next_begins_with(*, sharded):
 def test_a_run_has_as_many_updates_as_the_rank_with_most():
     """Where the first one left before the others."""
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         state = state_of(world=world, setup=af.local_sgd(sync_every=100))
         for _ in range(1 + 2 * world.rank):
             state, _ = STEP(state, torch.ones(2, 2))
@@ -358,7 +358,7 @@ def test_a_run_has_as_many_updates_as_the_rank_with_most():
 def test_ranks_that_are_all_sent_a_signal_agree_on_it(numbers):
     """As a scheduler sends it to all; of two, on one of them."""
 
-    def fn(world: af.World) -> int | None:
+    def fn(world):
         stop = run.Stop(world)
         stop.received = numbers[world.rank]
         assert stop.requested()
@@ -391,7 +391,7 @@ def test_a_folder_may_be_made_by_several_at_once(tmp_path, monkeypatch):
     there = tmp_path / "run"
     look = files.arguments.is_directory
 
-    def looked(path: Path) -> bool:
+    def looked(path):
         found = look(path)
         there.mkdir(exist_ok=True)
         return found
@@ -406,14 +406,14 @@ def test_a_link_is_measured_in_rounds(size, monkeypatch):
     """What a sum takes on a link is what its model says, and the model is found again."""
     true = Link(latency=0.001, bandwidth=1_000_000)
 
-    def reduced(count: int, world: af.World) -> float:
+    def reduced(count, world):
         rounds = 2 * (world.size - 1)
         latency = rounds * true.latency
         return latency + 4 * (count - 1) * rounds / world.size / true.bandwidth
 
     monkeypatch.setattr(traffic, "_time_sum", reduced)
 
-    def fn(world: af.World) -> Link:
+    def fn(world):
         monkeypatch.setattr(world.connection, "simulated", None)
         return Link.measured(world)
 
@@ -424,10 +424,10 @@ def test_a_link_is_measured_in_rounds(size, monkeypatch):
 
 @pytest.mark.parametrize("frozen", ["write", "hash"])
 @given(first=st.sampled_from(["0.", "2."]))
-def test_what_is_loaded_is_in_the_models_order(frozen: str, first: str) -> None:
+def test_what_is_loaded_is_in_the_models_order(frozen, first):
     """Whatever order it was saved in, and what of it by a hash."""
 
-    def make() -> af.TrainState:
+    def make():
         net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
         for name, param in net.named_parameters():
             param.requires_grad_(not name.startswith(first))
@@ -449,20 +449,20 @@ def test_what_a_factory_notes_on_parameters_is_there_for_the_optimizer(init):
     """As what has no weight decay, noted before the parameter is the module's."""
 
     class Noted(nn.Linear):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__(2, 2)
             bias = nn.Parameter(torch.empty(2))
             bias.no_decay = True
             self.bias = bias
 
-    def optimizer(named: Any) -> torch.optim.Optimizer:
+    def optimizer(named):
         kinds = {True: list[Any](), False: list[Any]()}
         for _, param in named:
             kinds[getattr(param, "no_decay", False)].append(param)
         groups = [{"params": kinds[each]} for each in (True, False)]
         return torch.optim.SGD(groups, lr=0.1)
 
-    def fn(world: af.World) -> list[int]:
+    def fn(world):
         state = state_of(model=Noted, optimizer=optimizer, init=init, world=world)
         groups = state.definition.optimizer.param_groups
         return [len(group["params"]) for group in groups]
@@ -473,7 +473,7 @@ def test_what_a_factory_notes_on_parameters_is_there_for_the_optimizer(init):
 def test_what_is_on_its_way_is_laid_out_as_its_parameter():
     """An entry of the user's own under a parameter's name, when the setup begins to split."""
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         state = state_of(
             model=lambda: nn.Linear(4, 4), setup=af.wrap_ddp(), world=world
         )
@@ -496,7 +496,7 @@ def test_what_is_on_its_way_is_laid_out_as_its_parameter():
 def test_metrics_are_tracked_that_are_all_there_is(axes, tmp_path, *, is_all):
     """Ranks that share each sample see the loss of all; others a part of it."""
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         metrics = af.Metrics({"loss": (4.0, 2.0)})
         with af.track.jsonl(tmp_path / "run.jsonl", world=world) as tracker:
             if is_all:
@@ -531,10 +531,10 @@ def test_a_script_has_the_folders_that_python_gives_it(safe, tmp_path):
 def test_a_hook_that_wrote_before_it_raised_has_changed_the_state(error):
     """The error is the hook's, though the optimizer's own step had not begun."""
 
-    def optimizer(named: Any) -> torch.optim.Optimizer:
+    def optimizer(named):
         made = torch.optim.SGD(named, lr=0.1)
 
-        def hook(stepped: torch.optim.Optimizer, *_: object) -> None:
+        def hook(stepped, *_):
             for group in stepped.param_groups:
                 for param in group["params"]:
                     param.data.add_(1.0)
@@ -551,14 +551,14 @@ def test_a_hook_that_wrote_before_it_raised_has_changed_the_state(error):
 
 
 @given(seed=st.integers(0, 3), drawn=st.integers(0, 2))
-def test_a_collate_of_a_table_draws_by_its_place(seed: int, drawn: int) -> None:
+def test_a_collate_of_a_table_draws_by_its_place(seed, drawn):
     """Whatever the process drew; each batch and epoch for itself."""
     table = pa.table({"x": list(range(8))})
 
-    def masked(rows: list[dict[str, Any]]) -> torch.Tensor:
+    def masked(rows):
         return torch.rand(len(rows))
 
-    def values() -> list[list[float]]:
+    def values():
         data = af.Data(table, global_batch_size=4, collate=masked)
         batches = af.batches(state_of(data=data, seed=seed), until_epoch=2)
         return [each.value.tolist() for each in batches]
@@ -574,7 +574,7 @@ def test_ranks_that_stand_at_other_places_do_not_agree(apart):
     """Of another epoch, another sample or both."""
     samples, epoch = apart
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         data = af.Data(torch.ones(8, 2), global_batch_size=4)
         state = state_of(data=data, setup=DDP, world=world)
         state = af.seek(state, samples * world.rank, epoch=epoch * world.rank)
@@ -604,7 +604,7 @@ def test_axes_of_other_sizes_have_other_groups(monkeypatch):
 
 @pytest.mark.parametrize("bad", [math.nan, -0.5, 1.5, math.inf])
 @given(at=st.integers(0, 3))
-def test_an_image_with_a_number_of_no_colour_is_refused(bad: float, at: int) -> None:
+def test_an_image_with_a_number_of_no_colour_is_refused(bad, at):
     """Wherever it is; NaN is neither below nor above."""
     image = torch.full((1, 2, 2), 0.5)
     image.view(-1)[at] = bad
@@ -631,10 +631,10 @@ def test_a_model_is_taken_by_a_state_that_is_made(setup, error):
 
 
 @given(start=st.integers(20, 60), pause=st.integers(1, 40), ends=st.booleans())
-def test_a_pause_at_zero_is_not_the_end(start: int, pause: int, *, ends: bool) -> None:
+def test_a_pause_at_zero_is_not_the_end(start, pause, *, ends):
     """What comes back is no schedule that is too short, however long it waits."""
 
-    def schedule(update: int) -> float:
+    def schedule(update):
         if update < start:
             return 1.0
         return 0.0 if ends or update < start + pause else 0.5
@@ -653,7 +653,7 @@ def test_a_pause_at_zero_is_not_the_end(start: int, pause: int, *, ends: bool) -
 def test_a_schedule_that_raises_behind_its_zeros_has_ended(last):
     """No update can be taken there, so the zeros are its end, from the first of them on."""
 
-    def schedule(update: int) -> float:
+    def schedule(update):
         if last is not None and update > last:
             raise ValueError(update)
         return float(update < 20)
@@ -699,7 +699,7 @@ def test_names_in_an_optimizers_file_are_believed(order, cut, own):
 def test_whom_a_part_of_a_world_waits_for_is_told_by_the_world():
     """Of two ranks along an axis the other one need not be the one that is gone."""
 
-    def fn(world: af.World) -> str:
+    def fn(world):
         whole = world.whole
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(failures, "_somebody", lambda found: f"of {found.size}")
@@ -733,13 +733,13 @@ def test_a_split_head_has_its_loss_in_the_dtype_of_torchs(reduction):
     """Under autocast torch computes it in 32 bits of what 16 hold."""
     seen: list[torch.dtype] = []
 
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def loss(model, batch):
         targets = torch.arange(len(batch)) % 4
         found = nn.functional.cross_entropy(model(batch), targets, reduction=reduction)
         seen.append(found.dtype)
         return found.mean()
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         setup: list[Any] = [af.wrap_ddp(), af.autocast("bf16")]
         if world.size > 1:
             setup.append(af.tensor_parallel({"0": "vocabulary"}))
@@ -756,7 +756,7 @@ def test_a_split_head_has_its_loss_in_the_dtype_of_torchs(reduction):
 def test_what_an_optimizer_of_other_options_lacks_is_told(parts, tmp_path):
     """As what amsgrad keeps, in a checkpoint of a run without it."""
 
-    def created(*, amsgrad: bool) -> af.TrainState:
+    def created(*, amsgrad):
         make = partial(torch.optim.Adam, lr=0.1, amsgrad=amsgrad)
         is_bias = lambda name, _: name == "bias"  # noqa: E731
         both = af.combine_optimizers((is_bias, make), (..., make))

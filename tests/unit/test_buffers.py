@@ -97,7 +97,7 @@ def test_no_buffer_at_all():
     """A model without any is refused one, too."""
 
     class Bare(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             self.register_buffer("later", torch.ones(()))
             return super().forward(x)
 
@@ -180,7 +180,7 @@ class Seen(nn.Module):
 def test_a_constant_of_a_class_stays_what_it_is():
     """States of a module whose buffer is one do not count together, nor does the next."""
 
-    def counted(updates: int) -> float:
+    def counted(updates):
         state = af.TrainState.create(
             model=Seen, optimizer=functools.partial(torch.optim.SGD, lr=0.1)
         )

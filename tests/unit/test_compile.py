@@ -185,7 +185,7 @@ def test_new_functions_are_told():
     """Who makes a loss function anew at each update is told."""
     state = begun(quick())
 
-    def train() -> None:
+    def train():
         for i in range(8):
             step = af.make_step(lambda model, batch, by=i: loss_fn(model, batch) + by)
             step(state, rows(), donate=False)
@@ -278,7 +278,7 @@ def test_it_stands_anywhere(at, others):
 def test_on_ranks(how):
     """Ranks with uneven shares train what they train without it, and agree."""
 
-    def train(world: af.World, *more: object) -> dict[str, torch.Tensor]:
+    def train(world, *more):
         state = begun(*how, *more, model=blocks, world=world)
         step = af.make_step(loss_fn)
         for i in range(2):
@@ -294,8 +294,8 @@ def test_on_ranks(how):
 def test_micro_batches_communicate_once():
     """Under DDP only the last micro-batch reduces, forward and backward being compiled."""
 
-    def reduced(setup: object) -> list[tuple]:
-        def train(world: af.World) -> None:
+    def reduced(setup):
+        def train(world):
             state = begun(af.wrap_ddp(), setup, world=world)
             grads = af.value_and_grad(loss_fn)
             _, into = grads(state, rows(), sync=False)
@@ -311,7 +311,7 @@ def test_micro_batches_communicate_once():
 def test_breaks_in_the_graph():
     """Code that cannot be traced is refused, or with fullgraph=False run between graphs."""
 
-    def breaking(model: nn.Module, batch: Batch) -> torch.Tensor:
+    def breaking(model, batch):
         out = model(batch[0])
         torch._dynamo.graph_break()
         return cross_entropy(out, batch[1])
@@ -349,7 +349,7 @@ def test_a_double_backward_is_compiled_on_any_number_of_ranks(is_total, beside):
     """A gradient penalty trains under wrap_ddp what it trains plainly, on one rank and two."""
     data = af.Data(torch.utils.data.TensorDataset(*rows(24)), global_batch_size=8)
 
-    def fn(world: af.World, *compiled: object) -> tuple[dict, list[float]]:
+    def fn(world, *compiled):
         chain = af.chain(af.shard_data(), af.wrap_ddp(), *beside, *compiled)
         state = af.TrainState.create(
             model=net, optimizer=SGD, setup=chain, data=data, world=world
@@ -374,7 +374,7 @@ def test_a_double_backward_is_compiled_on_any_number_of_ranks(is_total, beside):
 def test_a_double_backward_that_torch_cannot_compile_is_named(setup, size):
     """On any number of ranks, with what to leave out."""
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         state = begun(af.wrap_ddp(), *setup, world=world)
         af.make_step(Penalty(is_total=False))(state, rows())
 
@@ -389,10 +389,10 @@ def test_wrong_losses_are_refused_as_ever(apart):
     state = begun(quick(fullgraph=not apart), model=norm)
     before = tensors(state)
 
-    def step(loss) -> None:
+    def step(loss):
         af.make_step(loss)(state, rows())
 
-    def raising(model: nn.Module, batch: Batch) -> torch.Tensor:
+    def raising(model, batch):
         model(batch[0])
         raise ValueError("mine")
 

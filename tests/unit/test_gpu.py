@@ -153,7 +153,7 @@ def test_a_compiled_step():
 def test_memory_is_that_of_the_loop_by_hand():
     """At the peak it takes at most a hundredth more."""
 
-    def by_hand() -> None:
+    def by_hand():
         model = net(2048).cuda()
         optimizer = ADAMW(model.parameters())
         for _ in range(3):
@@ -161,7 +161,7 @@ def test_memory_is_that_of_the_loop_by_hand():
             loss_fn(model, values).backward()
             optimizer.step()
 
-    def by_accelfn() -> None:
+    def by_accelfn():
         state, step = create(model=partial(net, 2048)), af.make_step(loss_fn)
         for _ in range(3):
             state, _ = step(state, values)

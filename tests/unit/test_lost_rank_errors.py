@@ -3,7 +3,6 @@
 
 import pytest
 
-import accelfn as af
 from accelfn.errors import PeerFailedError
 from accelfn.testing import simulate
 from tests.internals import naming
@@ -26,7 +25,7 @@ SIGNS = {
 def test_a_lost_rank_is_told(sign, size, other):
     """D: whatever the backend's words, and with them, but for its chatter, as the reason."""
 
-    def wait(world: af.World) -> None:
+    def wait(world):
         with naming("sum", world):
             raise RuntimeError(sign + "\nand more")
 
@@ -45,7 +44,7 @@ def test_a_lost_rank_is_told(sign, size, other):
 def test_other_failures_stay_what_they_are():
     """An error that says nothing of a connection is not laid at another rank's door."""
 
-    def fail(world: af.World) -> None:
+    def fail(world):
         with naming("sum", world):
             raise RuntimeError("of another kind")
 
@@ -57,7 +56,7 @@ def test_other_failures_stay_what_they_are():
 def test_blocks_lie_in_one_another():
     """What is done inside another thing is that one again afterwards, also when it failed."""
 
-    def run(world: af.World) -> list[str | None]:
+    def run(world):
         connection = world.connection
         seen = [connection.activity.label]
         with naming("outer", world):

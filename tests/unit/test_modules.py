@@ -17,7 +17,7 @@ def trained(setup: Any, size: int) -> list[dict[str, torch.Tensor]]:
     """Return each rank's parameters and running statistics after two updates."""
     rows = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
 
-    def rank(world: af.World) -> dict[str, torch.Tensor]:
+    def rank(world):
         state = af.TrainState.create(
             model=lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)),
             optimizer=partial(torch.optim.SGD, lr=0.1),
@@ -51,7 +51,7 @@ def test_another_module_is_refused():
 
     @af.transform
     class Copies:
-        def module(self, module: nn.Module, state: af.TrainState) -> nn.Module:
+        def module(self, module, state):
             return copy.deepcopy(module)
 
     with pytest.raises(
@@ -68,7 +68,7 @@ def test_a_module_may_be_put_around_one():
     class Named:
         word: str
 
-        def module(self, module: nn.Module, state: af.TrainState) -> nn.Module:
+        def module(self, module, state):
             module.register_forward_pre_hook(lambda *_: seen.append(self.word))
             return module
 
@@ -82,7 +82,7 @@ def test_what_no_state_would_hold_is_refused(what):
 
     @af.transform
     class Adds:
-        def module(self, module: nn.Module, state: af.TrainState) -> nn.Module:
+        def module(self, module, state):
             if what == "buffer":
                 module.register_buffer("extra", torch.zeros(1))
             else:

@@ -46,7 +46,7 @@ ROWS = torch.arange(8.0).view(4, 2)
 def test_n1_one_element_on_one_rank(tolerant):
     """N1: all ranks skip, or all raise; the parameter, the rank and the update are named."""
 
-    def run(world: af.World) -> None:
+    def run(world):
         skip = af.skip_nonfinite(max_consecutive=int(tolerant))
         state = create(af.chain(DDP, skip), world=world)
         rows = ROWS.clone()
@@ -93,7 +93,7 @@ class Odd(nn.Module):
 def test_n6_integers_and_complex_numbers(reducing):
     """N6: integers and booleans stay; complex numbers are averaged, and normed by their size."""
 
-    def run(world: af.World) -> dict[str, torch.Tensor]:
+    def run(world):
         setup = af.chain(reducing, af.clip_grad_norm(math.inf))
         state = create(setup, Odd, world=world)
         rows = ROWS if world.size == 1 else ROWS[world.rank * 2 :][:2]
@@ -101,7 +101,7 @@ def test_n6_integers_and_complex_numbers(reducing):
         assert metrics["grad_norm"] > 0
         return {n: p.clone() for n, p in af.finalize(state).params.items()}
 
-    def mean_loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    def mean_loss(model, rows):
         return model(rows).mean()
 
     (alone,) = simulate(1, run).results
@@ -150,7 +150,7 @@ def test_n10_batches_of_any_kind(batch, rows):
     """N10: what is no tensor reaches the loss as it was given, the very object."""
     seen = []
 
-    def loss(model: nn.Module, value: Any) -> torch.Tensor:
+    def loss(model, value):
         seen.append(value)
         return model(rows(value)).sum()
 

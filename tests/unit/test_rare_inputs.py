@@ -91,7 +91,7 @@ def test_a_model_without_tensors_is_a_file_too():
 def test_steps_of_jobs_that_follow_one_another_have_other_ports(job, step, other):
     """Else two programs of one machine meet at one address."""
 
-    def port(job: int, step: int) -> int:
+    def port(job, step):
         return _port_of_job({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
 
     assert (port(job, step) == port(job, other)) == (step == other)
@@ -99,10 +99,10 @@ def test_steps_of_jobs_that_follow_one_another_have_other_ports(job, step, other
 
 
 @given(names=st.permutations(["b", "a", "d", "c", "f", "e", "g"]))
-def test_metrics_come_in_the_order_that_they_have(names: list[str]) -> None:
+def test_metrics_come_in_the_order_that_they_have(names):
     """And each name once in the trail of what a rank did."""
 
-    def fn(world: af.World) -> tuple[dict[str, float], list[str]]:
+    def fn(world):
         mine = 1.0 + world.rank
         numbers = {name: (mine * at, 2.0) for at, name in enumerate(sorted(names))}
         found = af.Metrics({name: numbers[name] for name in names}).all_reduce_mean(
@@ -160,11 +160,11 @@ OF_SEVERAL_TENSORS = {
 def test_a_batch_of_another_layout_is_a_batch(kind, size):
     """Sparse and nested tensors train as the dense one, on ranks that have their own, too."""
 
-    def dense(batch: torch.Tensor) -> torch.Tensor:
+    def dense(batch):
         is_nested = batch.is_nested
         return batch.to_padded_tensor(0.0) if is_nested else batch.to_dense()
 
-    def trained(world: af.World, *, as_dense: bool) -> torch.Tensor:
+    def trained(world, *, as_dense):
         x = torch.eye(3)[world.rank :]
         setup = af.chain(af.shard_data(), af.wrap_ddp())
         state = linear_state(3, 1, setup=setup, world=world)
@@ -183,7 +183,7 @@ def test_a_batch_of_another_layout_is_a_batch(kind, size):
 def test_a_tensor_laid_as_another_leaves_that_one_s_dtype_alone():
     """As a momentum in another precision, of which a rank has the rows of its parameter."""
 
-    def program(world: af.World) -> None:
+    def program(world):
         state = linear_state(4, 4, world=world, setup=af.wrap_fsdp())
         param = state.params["weight"]
         dtype = torch.float64 if param.dtype is torch.float32 else torch.float32

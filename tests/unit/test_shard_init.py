@@ -154,7 +154,7 @@ def test_a_factory_is_one():
 def test_an_error_of_the_factory_is_its_own():
     """One that has nothing to do with how it is run."""
 
-    def fails() -> nn.Module:
+    def fails():
         raise TypeError("a mistake")
 
     with pytest.raises(TypeError, match="a mistake"):
@@ -170,7 +170,7 @@ def test_there_are_two_ways():
 def test_ranks_that_draw_differently_are_told():
     """Though none has anything that another has."""
 
-    def differ(world: af.World) -> None:
+    def differ(world):
         with pytest.raises(ReplicaMismatchError, match="differ in values"):
             create(
                 partial(nn.Linear, 4, 4),
@@ -202,7 +202,7 @@ def test_buffers_are_as_the_factory_writes_them():
 def test_parameters_keep_what_they_are():
     """Their dtype, whether they are trained, and what was written on them."""
 
-    def make() -> nn.Module:
+    def make():
         layer = nn.Linear(2, 2).to(torch.bfloat16)
         layer.bias.requires_grad_(requires_grad=False)
         vars(layer.weight)["mark"] = 1
@@ -217,7 +217,7 @@ def test_parameters_keep_what_they_are():
 def test_a_tied_parameter_is_drawn_as_its_first_module_draws():
     """And is one, in the step too."""
 
-    def make() -> nn.Module:
+    def make():
         model = nn.ModuleDict({"words": nn.Embedding(9, 30), "out": nn.Linear(30, 9)})
         model["out"].weight = model["words"].weight
         return model
@@ -248,12 +248,12 @@ def test_a_word_of_ones_own_is_no_convention():
 def test_it_is_saved_and_loaded_as_any_state(tmp_path):
     """From parts that were drawn, to those that were, and to a whole that was."""
 
-    def saves(world: af.World) -> dict[str, torch.Tensor]:
+    def saves(world):
         state = create(partial(nn.Linear, 3, 5), setup=af.wrap_fsdp(), world=world)
         af.save(state, tmp_path / "saved")
         return af.full_params(state)
 
-    def loads(world: af.World, init: str) -> dict[str, torch.Tensor]:
+    def loads(world, init):
         options = {"setup": af.wrap_fsdp(), "world": world, "seed": 1, "init": init}
         state = create(partial(nn.Linear, 3, 5), **options)
         return af.full_params(af.load(state, tmp_path / "saved"))
@@ -288,15 +288,15 @@ def test_inits_that_do_nothing_on_meta_are_seen(init):
     shape = (4, 4, 3) if init is nn.init.dirac_ else (4, 4)
 
     class Own(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.empty(shape))
             self.reset_parameters()
 
-        def reset_parameters(self) -> None:
+        def reset_parameters(self):
             init(self.weight)
 
-    def once_more() -> nn.Module:
+    def once_more():
         model = Own()
         init(model.weight)
         nn.init.zeros_(model.weight)

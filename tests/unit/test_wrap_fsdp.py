@@ -122,12 +122,12 @@ def test_what_cannot_be_split_is_refused(case):
 def test_rows_that_are_not_trained_are_split():
     """Sparse is what a gradient is, and a frozen layer has none."""
 
-    def model() -> nn.Module:
+    def model():
         net = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2))
         net[0].requires_grad_(requires_grad=False)
         return net
 
-    def fn(world: af.World) -> int:
+    def fn(world):
         state = begun(world, model=model)
         return af.make_step(loss_fn)(state, torch.arange(4))[0].step
 
@@ -179,7 +179,7 @@ def test_what_has_no_forward_is_no_unit(transform, case, size):
     """On any number of ranks containers are rejected, with the classes to choose."""
     chosen, words = CONTAINERS[case]
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         af.prepare_engine(begun(world, transform(chosen), model=Containers))
 
     with pytest.raises(af.errors.ModelError, match=words):
@@ -189,7 +189,7 @@ def test_what_has_no_forward_is_no_unit(transform, case, size):
 def test_units_by_default_have_a_forward():
     """Of a container in a list its members are units, and the model trains as on one rank."""
 
-    def fn(world: af.World) -> dict[str, torch.Tensor]:
+    def fn(world):
         state = begun(world, model=Containers)
         state, _ = af.make_step(loss_fn)(state, torch.eye(4))
         return af.full_params(state)
@@ -205,19 +205,19 @@ def test_units_are_of_the_outermost_list():
     """What a block has in a list of its own is gathered with it."""
 
     class Nested(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.parts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.parts[1](self.parts[0](x))
 
-    def model() -> nn.Module:
+    def model():
         net = Net()
         net.blocks[0] = Nested()
         return net
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         af.make_step(loss_fn)(begun(world, model=model), rows(world))
 
     log = in_two(fn).log
@@ -302,12 +302,12 @@ def test_options_that_are_none_are_refused(options, words):
 def test_a_double_backward_is_rejected(reshard):
     """A gradient penalty is named; gradients that nothing differentiates are right."""
 
-    def loss(net: nn.Module, x: torch.Tensor, *, twice: bool) -> torch.Tensor:
+    def loss(net, x, *, twice):
         x = x.clone().requires_grad_()
         (grad,) = torch.autograd.grad(net(x).sum(), x, create_graph=twice)
         return net(x + grad).square().mean()
 
-    def fn(world: af.World, *, twice: bool) -> dict[str, torch.Tensor]:
+    def fn(world, *, twice):
         state = begun(world, af.wrap_fsdp(reshard_after_forward=reshard))
         step = af.make_step(partial(loss, twice=twice))
         return af.full_params(step(state, torch.eye(4))[0])
@@ -322,12 +322,12 @@ def test_a_double_backward_is_rejected(reshard):
 def test_gradients_of_split_parameters_within_the_loss_are_refused():
     """On all ranks, before anything is trained."""
 
-    def loss(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def loss(net, x):
         mean = net(x).mean()
         torch.autograd.grad(mean, list(net.parameters()), retain_graph=True)
         return mean
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         af.make_step(loss)(begun(world), rows(world))
 
     with pytest.raises(af.errors.LossError, match="autograd.grad for parameters that"):
@@ -337,10 +337,10 @@ def test_gradients_of_split_parameters_within_the_loss_are_refused():
 def test_another_method_of_a_unit_is_refused():
     """Its parameters were not gathered."""
 
-    def scored(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def scored(net, x):
         return net.blocks[0].score(x).mean()
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         af.make_step(scored)(begun(world), rows(world))
 
     with pytest.raises(af.errors.LossError, match="a unit that was not gathered"):
@@ -350,10 +350,10 @@ def test_another_method_of_a_unit_is_refused():
 def test_parameters_that_take_no_part_are_named():
     """The rank that sees it says so; find_unused_parameters leaves them as they are."""
 
-    def half(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def half(net, x):
         return net.blocks[0](x).square().mean()
 
-    def fn(world: af.World, **options: bool) -> dict[str, torch.Tensor]:
+    def fn(world, **options):
         state = begun(world, af.wrap_fsdp(**options))
         before = af.full_params(state, at="train")
         state, _ = af.make_step(half)(state, rows(world))
@@ -374,11 +374,11 @@ def test_parameters_that_take_no_part_are_named():
 def test_a_part_of_an_earlier_micro_batch_stays():
     """Though the last one comes by less of the model."""
 
-    def deep(net: nn.Module, batch: tuple[torch.Tensor, int]) -> torch.Tensor:
+    def deep(net, batch):
         x, most = batch
         return net(x, most).square().mean()
 
-    def fn(world: af.World, *setup: object) -> dict[str, torch.Tensor]:
+    def fn(world, *setup):
         state = begun(world, *setup, optimizer=partial(torch.optim.SGD, lr=0.1))
         compute = af.value_and_grad(deep)
         batch = rows(world)
@@ -400,10 +400,10 @@ def test_every_rank_raises_what_one_left_out(wrap):
     """Before its optimizer runs, in the last micro-batch too; some are named, the rest counted."""
     errors: list[Exception] = []
 
-    def loss(net: nn.Module, batch: tuple[torch.Tensor, int]) -> torch.Tensor:
+    def loss(net, batch):
         return net(*batch).square().mean()
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         several = af.accumulate(num_micro_batches=2)
         state = begun(world, wrap(), several, model=partial(Net, 5))
         before = {n: local(p).clone() for n, p in state.params.items()}
@@ -430,13 +430,13 @@ def test_every_rank_raises_where_one_makes_a_collective():
     """A unit can be gathered for others alone; `af.all_reduce` needs all ranks."""
     errors: list[str] = []
 
-    def loss(net: nn.Module, batch: tuple[torch.Tensor, af.World]) -> torch.Tensor:
+    def loss(net, batch):
         x, world = batch
         if world.is_main:
             af.all_reduce(torch.ones(()), world)
         return net(x).square().mean()
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         try:
             af.make_step(loss)(begun(world), (rows(world), world))
         except af.errors.CollectiveMismatchError as error:
@@ -453,11 +453,11 @@ def test_every_rank_raises_where_one_makes_a_collective():
 def test_ranks_predict_in_different_numbers_of_calls():
     """As a loop that generates does: units are gathered for whoever still needs them."""
 
-    def fn(world: af.World) -> list[torch.Tensor]:
+    def fn(world):
         state = begun(world, model=partial(Net, 3))
         held_out = torch.arange(16.0).view(4, 4) / 16
 
-        def predict(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def predict(net, x):
             for _ in range(1 + int(4 * x[0, 0])):
                 x = net(x)
             return x
@@ -487,10 +487,10 @@ class Either(nn.Module):
 def test_a_part_of_a_unit_is_left_out_by_one_rank(ranks):
     """It has the gradient of the others; what all leave out has none, as under replicas."""
 
-    def loss(net: nn.Module, batch: tuple[torch.Tensor, bool]) -> torch.Tensor:
+    def loss(net, batch):
         return net[0](*batch).square().mean()
 
-    def fn(world: af.World, wrap: Any) -> dict[str, torch.Tensor]:
+    def fn(world, wrap):
         model = lambda: nn.ModuleList([Either()])  # noqa: E731 - drawn on each rank
         state = begun(world, wrap(find_unused_parameters=True), model=model)
         step = af.make_step(loss)
@@ -521,7 +521,7 @@ class Centred(nn.Module):
 def test_buffers_are_those_of_replicas():
     """Ranks begin an update with rank 0's, and each micro-batch goes on from its rank's."""
 
-    def fn(world: af.World, wrap: Any) -> dict[str, torch.Tensor]:
+    def fn(world, wrap):
         several = af.accumulate(num_micro_batches=2)
         state = begun(world, wrap, several, model=Centred)
         step = af.make_step(loss_fn)
@@ -551,7 +551,7 @@ def test_a_world_of_one_is_whole():
 def test_parameters_that_are_put_in_are_cut():
     """`with_params` takes whole ones on each rank."""
 
-    def fn(world: af.World) -> list[tuple[int, ...]]:
+    def fn(world):
         state = begun(world)
         whole = {n: torch.ones(p.shape) for n, p in state.params.items()}
         state = state.with_params(whole)
@@ -564,7 +564,7 @@ def test_parameters_that_are_put_in_are_cut():
 def test_averages_are_evaluated():
     """By `evaluate` and `predict`, one unit at a time, as by a module that holds them."""
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         state, step = begun(world, af.wrap_fsdp(), af.ema(0.9)), af.make_step(loss_fn)
         for _ in range(3):
             state, _ = step(state, rows(world))
@@ -581,7 +581,7 @@ def test_averages_are_evaluated():
 def test_what_is_lent_is_whole():
     """A module that is lent or frozen has plain tensors; without gather=True none is lent."""
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         state = begun(world)
         with af.borrow_model(state, gather=True) as net:
             lent = [type(param.data) for param in net.parameters()]
@@ -625,7 +625,7 @@ def test_nothing_is_offloaded_from_the_cpu():
     """Several ranks are refused by a sentence; one has all there, as it is asked for."""
     setup = af.wrap_fsdp(cpu_offload=True)
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         with pytest.raises(af.errors.WorldError, match="cpu_offload has no effect"):
             af.TrainState.create(model=Net, optimizer=adamw, setup=setup, world=world)
 
@@ -654,7 +654,7 @@ def test_what_lies_on_the_host_is_summed_there(kind, backend, joins):
 def test_nothing_is_offloaded_where_nothing_has_values():
     """On the meta device it is refused by a sentence: ranks send the same without it."""
 
-    def fn(world: af.World) -> None:
+    def fn(world):
         setup = af.wrap_fsdp(cpu_offload=True)
         with pytest.raises(af.errors.ModelError, match="Remove cpu_offload there"):
             af.TrainState.create(model=Net, optimizer=adamw, setup=setup, world=world)
@@ -683,7 +683,7 @@ class Odd(nn.Module):
 def test_any_dtype_and_shape(dtype, shape):
     """A parameter stays of its dtype, and is what one rank makes of it."""
 
-    def fn(world: af.World, *setup: object) -> dict[str, torch.Tensor]:
+    def fn(world, *setup):
         optimizer = partial(torch.optim.SGD, lr=0.125, momentum=0.5)
         state = begun(
             world, *setup, model=partial(Odd, shape, dtype), optimizer=optimizer
@@ -705,11 +705,11 @@ def test_any_dtype_and_shape(dtype, shape):
 def test_other_parameters_in_a_unit_are_refused(evaluates):
     """`functional_call` in a loss would compute with the unit's own parameters."""
 
-    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def loss_fn(model, batch):
         halved = {name: param / 2 for name, param in model.named_parameters()}
         return torch.func.functional_call(model, halved, (batch,)).square().mean()
 
-    def rank(world: af.World) -> None:
+    def rank(world):
         state = af.TrainState.create(
             model=Net,
             optimizer=adamw,
