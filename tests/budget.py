@@ -286,7 +286,7 @@ _NUMBERS = {
         "laws.test_workers::test_ranks_of_a_worker_are_compared",
         "laws.test_workers::test_workers_form_when_ranks_agree",
         "unit.test_checkpoint::test_a_save_is_due_when_its_period_is_over",
-        "unit.test_kept_values::test_gradients_that_a_transform_made_lie_as_they_did",
+        "unit.test_state::test_gradients_that_a_transform_made_lie_as_they_did",
     ),
     25: (
         "laws.test_import_deepspeed::test_what_zero_saved_is_all_there",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state with one linear layer, for tests that need any state, and the bits of a state."""
+"""Small states for tests that need any state, their step, and the bits of a state."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,24 @@ FIELDS = (
     *("params", "buffers", "opt_state", "slots"),
     *("step", "num_skipped", "cursor", "seed"),
 )
+
+
+create = partial(af.TrainState.create, optimizer=SGD)
+"""`TrainState.create` with SGD, for tests that need any optimizer."""
+
+
+def square(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return the mean of the squares of a model's outputs."""
+    return model(batch).square().mean()
+
+
+STEP = af.make_step(square)
+
+
+def recorded_warnings() -> warnings.catch_warnings:
+    """Return a context manager that gives a list of accelfn's warnings in its block."""
+    category = af.errors.AccelfnWarning
+    return warnings.catch_warnings(record=True, action="always", category=category)
 
 
 def linear_state(inputs: int = 1, outputs: int = 1, /, **options: Any) -> af.TrainState:

@@ -135,8 +135,7 @@ def test_what_has_come_further_goes_on_and_is_told(setup):
             there = tensors(found)
             assert differences(slots, {name: there[name] for name in slots}) == []
             assert differences(dict(other.params), dict(found.params)) == []
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", AccelfnWarning)
+        with warnings.catch_warnings(action="error", category=AccelfnWarning):
             both = "params", "slots"
             whole = af.load_part(state, Path(folder) / "other", both).state
         assert (
@@ -263,8 +262,7 @@ def test_an_optimizer_that_draws_is_a_function_of_the_state(size, cut, drawn, *,
 
 def loads_apart(state: af.TrainState, folder: str) -> af.TrainState:
     path = Path(folder) / f"seed {state.world.rank}"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AccelfnWarning)  # of slots that go on
+    with warnings.catch_warnings(action="ignore", category=AccelfnWarning):  # of slots that go on
         return af.load_part(state, path, "params").state
 
 

@@ -8,7 +8,6 @@ import string
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections import OrderedDict
 from functools import cache, partial
 from itertools import islice
@@ -38,6 +37,7 @@ from tests.internals import (
     run,
     worker,
 )
+from tests.states import recorded_warnings
 from tests.unit.test_data_streams import Stateful
 from tests.unit.test_partition import Counting
 
@@ -642,8 +642,7 @@ def test_a_pause_at_zero_is_not_the_end(start, pause, *, ends):
     rates = state_of(schedule=schedule).definition.rates
     assert rates is not None
     looks_at = 0.0
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", af.errors.AccelfnWarning)
+    with recorded_warnings() as told:
         for update in range(start, start + pause):
             looks_at = factors.advise_of_end(rates, update, looks_at)
     assert ends or not told
@@ -661,8 +660,7 @@ def test_a_schedule_that_raises_behind_its_zeros_has_ended(last):
     rates = state_of(schedule=schedule).definition.rates
     assert rates is not None
     looks_at = 0.0
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", af.errors.AccelfnWarning)
+    with recorded_warnings() as told:
         for update in range(20, 60):
             looks_at = factors.advise_of_end(rates, update, looks_at)
     (said,) = told

@@ -126,8 +126,7 @@ def test_a_gradient_lies_in_memory_of_its_own(loss):
     compiled = begun(af.compile(), clip, model=Equal)
     for batch in (x, x, torch.ones(2, 6), x):
         plain, expected = step(plain, batch)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", af.errors.RecompilationWarning)
+        with warnings.catch_warnings(action="ignore", category=af.errors.RecompilationWarning):
             compiled, told = step(compiled, batch)
         assert torch.allclose(expected["loss"], told["loss"])
     assert torch.equal(x, torch.arange(6.0))
@@ -468,6 +467,5 @@ def test_evaluation_is_not_compiled():
 
 def test_torchs_own_warnings():
     """What torch's compilers warn of in the first pass, of their own ways, is not told."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         trained(quick(regions=Block), model=blocks)

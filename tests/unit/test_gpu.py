@@ -64,8 +64,7 @@ def nobody_waits() -> Iterator[None]:
         return
     torch.cuda.synchronize()
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

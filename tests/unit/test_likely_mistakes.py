@@ -17,23 +17,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn import testing
-from accelfn.errors import (
-    AccelfnWarning,
-    ArgumentError,
-    BatchError,
-    CallError,
-    CheckpointWriteError,
-    CollectiveMismatchError,
-    DataError,
-    LossError,
-    ModelError,
-    OptimizerError,
-    StateError,
-)
+from accelfn.errors import AccelfnWarning, CallError, StateError
 from accelfn.testing import simulate
 from tests.internals import ReadOnly
-from tests.states import linear_state
+from tests.states import linear_state, recorded_warnings
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 INPUTS = torch.linspace(-1, 1, 24).reshape(12, 2)
@@ -51,8 +38,7 @@ def state_of(model=lambda: nn.Linear(2, 2), optimizer=torch.optim.SGD, **options
 @contextmanager
 def in_silence():
     """Fail where something is told in the block."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AccelfnWarning)
+    with warnings.catch_warnings(action="error", category=AccelfnWarning):
         yield
 
 
@@ -193,8 +179,7 @@ NOTES = {  # what there is at first, what it becomes, and whether that counts
 def told_in_training(state):
     """Return what four epochs say."""
     step = af.make_step(square)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", AccelfnWarning)
+    with recorded_warnings() as told:
         for batch in af.batches(state, until_epoch=4):
             state, _ = step(state, batch)
     return [str(each.message) for each in told]
@@ -270,74 +255,6 @@ def test_a_number_that_an_optimizer_counts_on_is_told(name, parts):
     )
 
 
-@pytest.mark.parametrize(
-    "targets", [torch.ones(4), torch.ones(4, 1, dtype=torch.int64)]
-)
-def test_inputs_and_targets_are_no_two_micro_batches(targets):
-    """A list of both, as torch's DataLoader gives it, is told from a list of two batches."""
-    inputs = torch.ones(4, 2)
-    state = state_of(setup=af.accumulate(num_micro_batches=2))
-    step = af.make_step(square)
-    with pytest.raises(BatchError, match=r"of different kinds.*\(4, 2\)"):
-        step(state, [inputs, targets])
-    step(state, [inputs, inputs[:1]])
-
-
-def test_a_step_is_saved_once(tmp_path):
-    """A store says that it has it, and nothing of a directory of another name."""
-    state = state_of()
-    with af.CheckpointStore(tmp_path) as store:
-        store.save(state)
-        with pytest.raises(CheckpointWriteError, match="has a checkpoint of this step"):
-            store.save(state)
-        assert store.steps == (0,)
-
-
-@given(
-    weight=st.sampled_from([0, -1, -0.5, 3, 0.25, math.inf, math.nan]),
-    dtype=st.sampled_from([None, torch.float32, torch.bfloat16, torch.float64]),
-    setup=st.sampled_from([af.identity(), af.skip_nonfinite()]),
-)
-def test_a_weight_is_one_that_totals_are_divided_by(weight, dtype, setup):
-    """Whether it is a number or a tensor; 0 is one, with which a total counts for nothing."""
-
-    def loss_fn(model, batch):
-        over = weight if dtype is None else torch.tensor([weight]).to(dtype)
-        return af.Loss(model(batch).sum(), over)
-
-    state = state_of(setup=setup)
-    step, batch = af.make_step(loss_fn), next(iter(af.batches(state)))
-    if 0 <= weight < math.inf:
-        step(state, batch)
-        return
-    with pytest.raises(LossError, match="weight=.*expected a finite"):
-        step(state, batch)
-
-
-def test_a_weight_with_a_gradient_is_refused():
-    """A total is divided by a number."""
-    state = state_of()
-
-    def loss(model, batch):
-        outputs = model(batch)
-        return af.Loss(outputs.square().sum(), outputs.abs().sum())
-
-    with pytest.raises(LossError, match=r"requires a gradient, .* weight\.detach\(\)"):
-        af.value_and_grad(loss)(state, INPUTS)
-
-
-def test_a_schedule_below_zero_is_refused():
-    """It would climb, where it goes on behind its end."""
-    state = state_of(schedule=lambda update: 1 - update / 2)
-    step = af.make_step(square)
-    for batch in af.batches(state, until_epoch=1):
-        state, _ = step(state, batch)
-    with pytest.raises(
-        ArgumentError, match=r"returned -0\.5 for update 3\. .* 0 or more"
-    ):
-        step(state, INPUTS)
-
-
 def test_columns_in_a_list_are_told():
     """Two samples of many rows are likely inputs and targets; few rows, or many, are samples."""
     with pytest.warns(
@@ -370,73 +287,6 @@ def test_a_loaded_state_that_nobody_keeps_is_told(kept, tmp_path):
             state, _ = step(state, INPUTS)
     with in_silence():
         step(state, INPUTS)
-
-
-def test_directories_by_rank_are_refused_at_once(tmp_path):
-    """By a store that writes behind the training's back, too, where ranks agree by files."""
-
-    def fn(world):
-        store = af.CheckpointStore(tmp_path / f"rank{world.rank}")
-        store.save(state_of(world=world, setup=af.shard_data()))
-
-    with pytest.raises(
-        CheckpointWriteError, match=r"does not exist on this rank.* Use one"
-    ):
-        simulate(2, fn)
-
-
-def test_a_barrier_in_main_first_does_not_let_the_others_in():
-    """The others wait for the end of the block, and another call is another."""
-
-    def fn(world):
-        with af.main_first(world):
-            af.barrier(world)
-
-    with pytest.raises(CollectiveMismatchError, match="main_first"):
-        simulate(2, fn)
-
-
-@pytest.mark.parametrize("use", [lambda m: m[0], len, list])
-def test_a_sequence_that_was_given_away_says_so(use):
-    """Whatever way it is asked for its layers."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    state_of(model=model)
-    with pytest.raises(ModelError, match="passed this .* to TrainState.create"):
-        use(model)
-
-
-@pytest.mark.parametrize("rate", [math.nan, math.inf, torch.tensor(math.nan)])
-@pytest.mark.parametrize("first", [True, False])
-def test_a_rate_that_is_no_number_is_refused(rate, first):
-    """In any group, also of one part of several optimizers."""
-
-    def groups(named):
-        rates = (rate, 0.1) if first else (0.1, rate)
-        pairs = zip(named, rates, strict=True)
-        return torch.optim.Adam([{"params": [p], "lr": lr} for (_, p), lr in pairs])
-
-    both = af.combine_optimizers((lambda *_: True, groups))
-    for optimizer in (groups, both):
-        with pytest.raises(OptimizerError, match=r"lr=(nan|inf) in parameter group"):
-            state_of(optimizer=optimizer)
-
-
-@pytest.mark.parametrize("sizes", [2, [], [0], "12", [True]])
-def test_numbers_of_ranks_are_asked_for(sizes):
-    """Wherever a law is tried in worlds of several sizes."""
-
-    def make(world):
-        return linear_state(world=world), lambda state, _: (state, {})
-
-    tried = (
-        lambda: testing.check_resume(make, 1, sizes=sizes),
-        lambda: testing.check_transform(af.ema(0.5), sizes=sizes),
-        lambda: testing.check_step(make, states=lambda w: make(w)[0], sizes=sizes),
-        lambda: testing.assert_equivalent(af.ema(0.5), af.ema(0.5), sizes=sizes),
-    )
-    for call in tried:
-        with pytest.raises(ArgumentError, match="expected numbers of ranks"):
-            call()
 
 
 def thinned(kept, samples):
@@ -483,8 +333,7 @@ def test_samples_that_a_collate_leaves_out_are_told(name):
             setup=setup,
         )
         step = af.make_step(loss_fn)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always", AccelfnWarning)
+        with recorded_warnings() as said:
             for batch in af.batches(state, until_epoch=2):
                 state, _ = step(state, batch)
             af.evaluate(state, data, loss_fn)
@@ -591,8 +440,7 @@ def test_metrics_of_one_rank_are_told(given, async_, tmp_path):
         store.save(state_of(world=world), metrics=given[world.rank])
         store.wait()
 
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", AccelfnWarning)
+    with recorded_warnings() as told:
         simulate(len(given), train)
     assert len(told) == (not alike)
     last = f"rank {len(given) - 1}"
@@ -637,8 +485,7 @@ def test_a_mean_over_labels_that_a_model_took_is_told(ignored, parts, weighed, t
         setup=af.accumulate(num_micro_batches=parts),
     )
     step = af.make_step(loss)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for batch in af.batches(state, until_epoch=1):
             state, _ = step(state, batch)
     assert any("-100" in str(each.message) for each in caught) == told
@@ -678,8 +525,7 @@ def test_warn_of_a_reduction_if_gradients_depend_on_micro_batches(name, ignored)
         _, grads = af.value_and_grad(loss)(state, next(iter(af.batches(state))))
         return torch.cat([grad.flatten() for grad in grads.tensors.values()])
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         one, four = gradients(1), gradients(4)
     differ = not torch.allclose(one, four, rtol=1e-12)
     # 1/n of a mean is divided twice: wrong even if all parts are equal
@@ -705,8 +551,7 @@ def test_warn_of_a_reduction_if_gradients_depend_on_micro_batches(name, ignored)
 def test_values_that_vanish_are_told(dtype, factor, told):
     """Parameters in float16, and a schedule of epochs."""
     state = state_of(lambda: nn.Linear(2, 2).to(dtype), schedule=factor)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         af.make_step(lambda model, x: square(model, x.to(dtype)))(state, INPUTS)
     assert [told in str(each.message) for each in caught] == [True] * (told is not None)
 
@@ -742,15 +587,3 @@ def test_a_loss_that_keeps_a_graph_says_detach():
     with pytest.raises(RuntimeError) as caught:
         af.make_step(loss)(state, INPUTS)
     assert "detach()" in caught.value.__notes__[0]
-
-
-def test_a_borrowed_model_needs_a_block():
-    """Its context manager is not the model."""
-    with pytest.raises(StateError, match="Write `with af.borrow_model"):
-        af.borrow_model(state_of())(INPUTS)
-
-
-def test_lists_of_a_pair_are_refused():
-    """Nested lists of numbers are not tensors."""
-    with pytest.raises(DataError, match=r"torch\.tensor\(inputs\)"):
-        af.Data((INPUTS.tolist(), [0] * 12), global_batch_size=4)

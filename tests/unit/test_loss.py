@@ -1,215 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Loss` and `Metrics`, and what a loss function may not return."""
+"""What a loss gets and may return: batches of any kind, `Loss` and `Metrics`."""
 
 import math
 from functools import partial
+from typing import NamedTuple
 
+import attrs
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import accelfn as af
-from accelfn.testing import simulate
-from tests.states import linear_state
+from accelfn.errors import BatchError, GradsError, LossError, NonFiniteLossError
+from accelfn.testing import assert_states_equal, simulate
+from tests.states import STEP, bits, linear_state
 
-X = torch.linspace(-1, 1, 24).reshape(8, 3)
-
-
-def make(lr=0.1, **options):
-    """Return a small state."""
-    return linear_state(3, optimizer=partial(torch.optim.SGD, lr=lr), **options)
+X, Y = torch.linspace(-1, 1, 24).reshape(8, 3), torch.linspace(0, 1, 8)
+make = partial(linear_state, 3)
 
 
-def bits(state):
-    """Return the parameters' bytes by name."""
-    return {name: p.numpy().tobytes() for name, p in state.params.items()}
+def stepped(loss, batch=X, **options):
+    """Return a state and metrics after a step of a loss."""
+    return af.make_step(loss)(make(**options), batch)
 
 
-def vector_loss(model, batch):
-    return model(batch)[:, 0]
+# What a loss gets.
 
 
-def one_element_loss(model, batch):
-    return model(batch).mean().reshape(1)
+@attrs.frozen
+class Record:
+    rows: torch.Tensor
+    label: str
 
 
-def detached_loss(model, batch):
-    return model(batch).mean().detach()
+class Named(NamedTuple):
+    rows: torch.Tensor
+    label: str
 
 
-def no_grad_loss(model, batch):
-    with torch.no_grad():
-        return model(batch).mean()
-
-
-def integer_loss(model, batch):
-    return (model(batch) > 0).sum()
-
-
-def forgotten_return(model, batch):
-    model(batch).mean()
-
-
-def number_loss(model, batch):
-    return model(batch).mean().item()
-
-
-def dict_loss(model, batch):
-    return {"loss": model(batch).mean()}
-
-
-def tuple_loss(model, batch):
-    return model(batch).mean(), model(batch)
-
-
-def complex_loss(model, batch):
-    return (model(batch) * 1j).sum()
-
-
-def number_in_loss(model, batch):
-    return af.Loss(model(batch).sum().item(), 8)
-
-
-def vector_in_loss(model, batch):
-    return af.Loss(model(batch)[:, 0], 8)
-
-
-def detached_in_loss(model, batch):
-    return af.Loss(model(batch).sum().detach(), 8)
-
-
-def vector_beside(model, batch):
-    return af.Loss(model(batch).sum(), 8, errors=model(batch)[:, 0])
-
-
-def text_beside(model, batch):
-    return af.Loss(model(batch).sum(), 8, note="fine")
-
-
-def complex_beside(model, batch):
-    return af.Loss(model(batch).sum(), 8, phase=torch.ones(()) * 1j)
-
-
-BAD = {
-    vector_loss: r"shape \(8,\).*scalar.*mean\(\)",
-    one_element_loss: r"shape \(1,\).*scalar",
-    detached_loss: "no gradient.*detached",
-    no_grad_loss: "no gradient.*no_grad",
-    integer_loss: "no gradient",
-    forgotten_return: r"NoneType.*scalar tensor",
-    number_loss: r"float.*scalar tensor",
-    dict_loss: r"dict.*af\.Loss",
-    tuple_loss: r"tuple.*af\.Loss",
-    complex_loss: "complex",
-    number_in_loss: "float",
-    vector_in_loss: r"shape \(8,\).*scalar",
-    detached_in_loss: "no gradient",
-    vector_beside: r"errors.*shape \(8,\)",
-    text_beside: "note",
-    complex_beside: "phase.*complex64.*real number",
+VALUES = {  # with the number of rows, which is the weight of a mean
+    "tensor": (X, 8),
+    "tuple": ((X, Y), 8),
+    "namedtuple": (Named(X, "x"), 8),
+    "dict": ({"x": X, "y": Y, "note": "text", "none": None}, 8),
+    "nested": ({"a": [X, (Y, {"b": 3})]}, 8),
+    "list": (["a", None, X], 8),
+    "record": (Record(X, "x"), 8),
+    "array": ((np.asarray(X), 3), 1),
+    "nothing": (None, 1),
+    "text": ("text", 1),
+    "number": (3, 1),
+    "other rows": ((X, torch.zeros(7)), 1),
 }
 
 
-@pytest.mark.parametrize("loss_fn", BAD, ids=lambda fn: fn.__name__)
-def test_bad_returns(loss_fn):
-    """What is no scalar with a gradient is refused by the function's name; nothing moves."""
-    state = make()
-    before = bits(state)
-    with pytest.raises(af.errors.LossError, match=rf"(?s){BAD[loss_fn]}") as caught:
-        af.make_step(loss_fn)(state, X)
-    # what af.Loss itself refuses is raised inside the function, which the traceback shows
-    said = str(caught.value)
-    assert loss_fn.__name__ in said or said.startswith("af.Loss(")
-    assert isinstance(caught.value, ValueError)
-    assert before == bits(state)
+@pytest.mark.parametrize("name", VALUES)
+def test_value_arrives_as_it_is(name):
+    """A loss gets a plain value itself, whatever it holds; its rows are the weight, or 1 is."""
+    value, rows = VALUES[name]
+    seen = []
+    _, metrics = stepped(lambda net, batch: seen.append(batch) or net(X).mean(), value)
+    assert seen[0] is value
+    assert metrics.sums["loss"].weight == rows
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("form", ["mean", "total"])
-def test_loss_that_is_not_finite(bad, form):
-    """NaN and infinity are refused by value; the state is as it was, and usable."""
+@pytest.mark.parametrize("name", ["tensor", "tuple", "namedtuple", "dict", "nested"])
+def test_micro_batches_keep_the_container(name):
+    """Splitting keeps every container's kind and hands other leaves to all parts."""
+    value, _ = VALUES[name]
+    parts = af.micro_batches(value, 2)
+    assert [type(value)] * 2 == [type(part) for part in parts]
+    if name == "nested":
+        assert [part["a"][1][1]["b"] for part in parts] == [3, 3]
+    with pytest.raises(BatchError, match=r"8.*3|3.*8"):
+        af.micro_batches({"x": X, "y": torch.zeros(3)}, 2)
 
-    def spoilt(model, batch):
-        loss = model(batch).mean() + bad
-        return loss if form == "mean" else af.Loss(loss, 8)
 
-    state = make()
-    before = bits(state)
-    words = rf"spoilt returned {bad}.*step did not change(.|\n)*skip_nonfinite"
-    with pytest.raises(af.errors.NonFiniteLossError, match=words) as caught:
-        af.make_step(spoilt)(state, X)
-    assert isinstance(caught.value, (ValueError, ArithmeticError))
-    assert isinstance(caught.value, af.errors.LossError)
-    assert before == bits(state)
-    state, _ = af.make_step(lambda model, batch: model(batch).mean())(state, X)
+TWO = {"setup": af.accumulate(num_micro_batches=2)}
+
+
+def test_micro_batch_without_rows_needs_a_weight():
+    """Under accumulation a mean needs its rows; the refusal says what to return."""
+    with pytest.raises(BatchError, match=r"number of samples.*af\.Loss"):
+        stepped(lambda net, _: net(X).mean(), ["a", "b"], **TWO)
+    state, _ = stepped(lambda net, _: af.Loss(net(X).sum(), 8), ["a", "b"], **TWO)
     assert state.step == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_loss_of_another_precision(dtype):
-    """A finite loss of any float dtype is taken, and one that is not finite refused."""
-    state, _ = af.make_step(lambda model, batch: model(batch).mean().to(dtype))(
-        make(), X
-    )
-    with pytest.raises(af.errors.NonFiniteLossError):
-        af.make_step(lambda model, batch: model(batch).mean().to(dtype) / 0)(state, X)
-
-
-def test_loss_of_no_parameter():
-    """A loss whose gradient reaches no parameter of the model is refused."""
-    other = torch.ones(3, requires_grad=True)
-    state = make()
-    with pytest.raises(af.errors.LossError, match="trainable parameter"):
-        af.make_step(lambda _, batch: (batch * other).sum())(state, X)
-    assert state.copy().step == 0
-
-
-def test_loss_function_that_is_none():
-    """What cannot be called is refused when the step is made."""
-    for maker in (af.make_step, af.value_and_grad):
-        with pytest.raises(af.errors.ArgumentError, match="model, batch"):
-            maker(3)
-
-
-@pytest.mark.parametrize("weight", [-1, -0.5, math.nan, math.inf])
-def test_weight_is_a_count(weight):
-    """A weight that is negative or not finite is refused with its value, any total's."""
-    with pytest.raises(af.errors.LossError, match=r"weight="):
-        af.Loss(torch.tensor(1.0), weight)
-    with pytest.raises(af.errors.LossError, match=r"rare=\(total, weight\)"):
-        af.Loss(torch.tensor(1.0), 8, rare=(torch.tensor(1.0), weight))
-
-
-@pytest.mark.parametrize("weight", ["3", None, [3]])
-def test_weight_is_a_number(weight):
-    """A weight that is no number is refused."""
-    with pytest.raises(af.errors.LossError, match=r"weight="):
-        af.Loss(torch.tensor(1.0), weight)
-
-
-def test_weight_is_one_number():
-    """A weight of several numbers is refused with its shape."""
-    with pytest.raises(af.errors.LossError, match=r"weight=.*\(2,\).*one real number"):
-        af.Loss(torch.tensor(1.0), torch.ones(2))
-
-
-def test_loss_is_not_reported_twice():
-    """A further total named `loss` would hide the loss itself, and is refused."""
-    state = make()
-    with pytest.raises(af.errors.LossError, match="loss"):
-        af.make_step(
-            lambda model, batch: af.Loss(model(batch).sum(), 8, loss=torch.tensor(99.0))
-        )(state, X)
-
-
-@pytest.mark.parametrize("weight", [0, 0.0, torch.tensor(0), torch.tensor(0.0)])
-@pytest.mark.parametrize("total", [0.0, math.nan, math.inf, 3.0])
-def test_a_metric_of_nothing_is_0(weight, total):
-    """Whatever a sum over no samples says, as the mean of an empty mask, its mean is 0."""
-    metrics = af.Metrics({"rare": (torch.tensor(total), weight)})
-    assert float(metrics["rare"]) == 0.0
-    assert metrics.all_reduce_mean(af.World()) == {"rare": 0.0}
 
 
 COMBINED = {
@@ -223,11 +101,10 @@ def test_a_mean_over_nobody_knows_how_many(how):
     """A mean that is combined with others needs its number; alone, or with a weight, none."""
     size, setup = COMBINED[how]
 
-    def stepped(world, setup, loss_fn):
-        value = ["no tensor", "none"] if how == "with micro-batches" else "no tensor"
-        value = value if setup is not None else "no tensor"
-        state = make(setup=setup, world=world)
-        return float(af.make_step(loss_fn)(state, value)[1]["loss"])
+    def loss_of(world, setup, loss):
+        several = how == "with micro-batches" and setup is not None
+        value = ["no tensor", "none"] if several else "no tensor"
+        return float(stepped(loss, value, setup=setup, world=world)[1]["loss"])
 
     def mean(model, _):
         return model(X).mean()
@@ -235,24 +112,149 @@ def test_a_mean_over_nobody_knows_how_many(how):
     def total(model, _):
         return af.Loss(model(X).sum(), len(X))
 
-    with pytest.raises(af.errors.BatchError, match="Cannot find the number of samples"):
-        simulate(size, lambda world: stepped(world, setup, mean))
-    alone = stepped(af.World.single(), None, mean)
-    together = simulate(size, lambda world: stepped(world, setup, total)).results
+    with pytest.raises(BatchError, match="Cannot find the number of samples"):
+        simulate(size, lambda world: loss_of(world, setup, mean))
+    alone = loss_of(af.World.single(), None, mean)
+    together = simulate(size, lambda world: loss_of(world, setup, total)).results
     assert together == pytest.approx([alone] * size)
 
 
-def test_aux_has_the_weight_of_the_loss_or_its_own():
-    """Further totals are means over the loss's weight, or over the one they come with."""
-    _, metrics = af.make_step(
-        lambda model, batch: af.Loss(
-            model(batch).sum(), 8, right=torch.tensor(4.0), rare=(torch.tensor(3.0), 2)
-        )
-    )(make(), X)
-    assert {name: float(metrics[name]) for name in ("right", "rare")} == {
-        "right": 0.5,
-        "rare": 1.5,
-    }
+# What a loss may not return.
+
+
+def no_grad(net, batch):
+    with torch.no_grad():
+        return net(batch).mean()
+
+
+def total(change, **aux):
+    """Return a loss of a changed sum, with further totals that are computed."""
+    return lambda net, x: af.Loss(
+        change(net(x)), 8, **{n: f(net(x)) for n, f in aux.items()}
+    )
+
+
+BAD = {
+    "vector": (lambda net, x: net(x)[:, 0], r"shape \(8,\).*scalar.*mean\(\)"),
+    "one element": (lambda net, x: net(x).mean().reshape(1), r"shape \(1,\).*scalar"),
+    "detached": (lambda net, x: net(x).mean().detach(), "no gradient.*detached"),
+    "no grad": (no_grad, "no gradient.*no_grad"),
+    "integer": (lambda net, x: (net(x) > 0).sum(), "no gradient"),
+    "nothing": (lambda *_: None, r"NoneType.*scalar tensor"),
+    "number": (lambda net, x: net(x).mean().item(), r"float.*scalar tensor"),
+    "dict": (lambda net, x: {"loss": net(x).mean()}, r"dict.*af\.Loss"),
+    "tuple": (lambda net, x: (net(x).mean(), net(x)), r"tuple.*af\.Loss"),
+    "complex": (lambda net, x: (net(x) * 1j).sum(), "complex"),
+    "number as a total": (total(lambda out: out.sum().item()), "float"),
+    "vector as a total": (total(lambda out: out[:, 0]), r"shape \(8,\).*scalar"),
+    "detached total": (total(lambda out: out.sum().detach()), "no gradient"),
+    "vector beside": (total(torch.sum, errors=lambda o: o[:, 0]), r"errors.*\(8,\)"),
+    "text beside": (total(torch.sum, note=lambda _: "fine"), "note"),
+    "complex beside": (
+        total(torch.sum, phase=lambda out: out.sum() * 1j),
+        "phase.*complex64.*real number",
+    ),
+    "a second loss": (total(torch.sum, loss=torch.sum), "loss"),
+    "of no parameter": (lambda _, x: (x * LEAF).sum(), "trainable parameter"),
+    "a weight with a gradient": (
+        lambda net, x: af.Loss(net(x).sum(), net(x).abs().sum()),
+        r"requires a gradient, .* weight\.detach\(\)",
+    ),
+}
+LEAF = torch.ones(3, requires_grad=True)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_returns(name):
+    """What is no scalar with a gradient is refused by the function's name; nothing moves."""
+    loss, words = BAD[name]
+    state = make()
+    before = bits(state.params)
+    with pytest.raises(LossError, match=f"(?s){words}") as caught:
+        af.make_step(loss)(state, X)
+    # what af.Loss itself refuses is raised inside the function, which the traceback shows
+    said = str(caught.value)
+    assert loss.__name__ in said or said.startswith(("af.Loss(", "The loss does"))
+    assert isinstance(caught.value, ValueError)
+    assert before == bits(state.params)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("form", ["mean", "total"])
+def test_loss_that_is_not_finite(bad, form):
+    """NaN and infinity are refused by value; the state is as it was, and usable."""
+
+    def spoilt(model, batch):
+        loss = model(batch).mean() + bad
+        return loss if form == "mean" else af.Loss(loss, 8)
+
+    state = make()
+    before = bits(state.params)
+    words = rf"spoilt returned {bad}.*step did not change(.|\n)*skip_nonfinite"
+    with pytest.raises(NonFiniteLossError, match=words) as caught:
+        af.make_step(spoilt)(state, X)
+    assert isinstance(caught.value, (ValueError, ArithmeticError))
+    assert isinstance(caught.value, LossError)
+    assert before == bits(state.params)
+    assert STEP(state, X)[0].step == 1
+
+
+ONE = torch.ones((), requires_grad=True)
+WEIGHTS = [-1, -0.5, math.nan, math.inf, "3", None, [3], ONE < 0, np.int64(3)]
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_weight_is_a_count(weight):
+    """A weight that is no number of at least 0 is refused with its value, any total's."""
+    with pytest.raises(LossError, match=r"af\.Loss\(weight=.*expected"):
+        af.Loss(ONE, weight)
+    with pytest.raises(LossError, match=r"rare=\(total, weight\)"):
+        af.Loss(ONE, 8, rare=(ONE, weight))
+
+
+@pytest.mark.parametrize(
+    ("weight", "aux", "words"),
+    [
+        (torch.ones(2), {}, r"weight=.*\(2,\).*one real number"),
+        (2, {"size": (1.0, 2.0, 3.0)}, r"af\.Loss\(size=.*expected"),
+        (2, {"size": (1.0,)}, r"af\.Loss\(size=.*expected"),
+        (2, {"size": ONE < 0}, r"af\.Loss\(size=.*expected"),
+    ],
+)
+def test_totals_and_weights_are_numbers(weight, aux, words):
+    """A truth counts for nothing that was meant, and a total has one weight."""
+    with pytest.raises(LossError, match=words):
+        af.Loss(ONE, weight, **aux)
+
+
+@given(
+    weight=st.sampled_from([0, -1, -0.5, 3, 0.25, math.inf, math.nan]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    setup=st.sampled_from([af.identity(), af.skip_nonfinite()]),
+)
+def test_a_weight_is_one_that_totals_are_divided_by(weight, dtype, setup):
+    """Of a tensor, too; 0 is one, with which a total counts for nothing."""
+
+    def loss(model, batch):
+        return af.Loss(model(batch).sum(), torch.tensor([weight]).to(dtype))
+
+    if 0 <= weight < math.inf:
+        stepped(loss, setup=setup)
+        return
+    with pytest.raises(LossError, match="weight=.*expected a finite"):
+        stepped(loss, setup=setup)
+
+
+# Metrics.
+
+
+@pytest.mark.parametrize("weight", [0, 0.0, torch.tensor(0), torch.tensor(0.0)])
+@pytest.mark.parametrize("total", [0.0, math.nan, math.inf, 3.0])
+def test_a_metric_of_nothing_is_0(weight, total):
+    """Whatever a sum over no samples says, as the mean of an empty mask, its mean is 0."""
+    metrics = af.Metrics({"rare": (torch.tensor(total), weight)})
+    assert float(metrics["rare"]) == 0.0
+    assert metrics.all_reduce_mean(af.World()) == {"rare": 0.0}
 
 
 COUNTED = st.dictionaries(
@@ -264,6 +266,10 @@ COUNTED = st.dictionaries(
 @given(told=st.lists(COUNTED, min_size=1, max_size=4), cut=st.integers(0, 4))
 def test_metrics_add_by_weight(told, cut):
     """Totals and weights add by name, however they are grouped; what is added stays."""
+
+    def sums_of(metrics):
+        return {name: (each.total, each.weight) for name, each in metrics.sums.items()}
+
     parts = [af.Metrics(each) for each in told]
     nothing = af.Metrics({})
     grouped = sum(parts[:cut], nothing) + sum(parts[cut:], nothing)
@@ -280,52 +286,13 @@ def test_metrics_add_by_weight(told, cut):
     }
 
 
-def sums_of(metrics):
-    """Return totals and weights by name."""
-    return {name: (each.total, each.weight) for name, each in metrics.sums.items()}
-
-
 def test_metrics_are_a_mapping():
-    """They have length, names and a KeyError for others."""
-    metrics = af.Metrics({"a": (1.0, 1), "b": (1.0, 1)})
-    assert list(metrics) == ["a", "b"]
-    assert len(metrics) == 2
-    with pytest.raises(KeyError):
-        metrics["c"]
-
-
-def test_metrics_sum():
-    """sum() of metrics adds them, and a name that is not there is told with those that are."""
-    parts = [af.Metrics({"loss": (6.0, 2)}), af.Metrics({"loss": (3.0, 1)})]
-    assert float(sum(parts)["loss"]) == 3.0
-    assert len(af.Metrics()) == 0
+    """They have length, names and a KeyError for others, with the names that there are."""
+    metrics = af.Metrics({"a": (1.0, 1), "loss": (1.0, 1)})
+    assert list(metrics) == ["a", "loss"]
+    assert (len(metrics), len(af.Metrics())) == (2, 0)
     with pytest.raises(KeyError, match="los.*loss"):
-        parts[0]["los"]
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda model, batch: (model(batch) + 7).square().mean(),
-        lambda model, batch: af.Loss(
-            (model(batch) + 7).square().sum(), len(batch), seen=9.0
-        ),
-    ],
-    ids=["mean", "Loss"],
-)
-def test_an_empty_share_reports_nothing(loss):
-    """What stands in for samples is in no metric: each is 0 there, and weighs nothing."""
-
-    def rank(world):
-        setup = af.chain(af.shard_data(), af.wrap_ddp())
-        state = make(data=af.Data(X[:2], global_batch_size=2), setup=setup, world=world)
-        _, metrics = af.make_step(loss)(state, next(iter(af.batches(state))))
-        own = {name: float(mean) for name, mean in metrics.items()}
-        return own, {n: float(m) for n, m in metrics.all_reduce_mean(world).items()}
-
-    (one, mean), (two, _), (none, _) = simulate(3, rank)
-    assert set(none.values()) == {0.0}
-    assert mean == pytest.approx({name: (one[name] + two[name]) / 2 for name in one})
+        metrics["los"]
 
 
 def test_what_is_reported_keeps_no_graph():
@@ -333,14 +300,10 @@ def test_what_is_reported_keeps_no_graph():
 
     def loss(model, batch):
         out = model(batch)
-        return af.Loss(
-            out.sum(),
-            out.abs().sum().detach(),
-            size=out.square().sum(),
-            own=(out.sum(), out.std()),
-        )
+        weight, size = out.abs().sum().detach(), out.square().sum()
+        return af.Loss(out.sum(), weight, size=size, own=(out.sum(), out.std()))
 
-    _, metrics = af.make_step(loss)(make(), X)
+    _, metrics = stepped(loss)
     for each in metrics.sums.values():
         parts = (each.amount, each.weight, each.total)
         assert not any(torch.is_tensor(part) and part.requires_grad for part in parts)
@@ -353,3 +316,76 @@ def test_metrics_are_not_what_a_program_goes_on_counting_with():
     metrics = af.Metrics({"errors": (total, weight)})
     total.add_(1), weight.add_(1)
     assert float(metrics["errors"]) == 3
+
+
+# Numbers that are odd.
+
+SKIPS = af.chain(af.wrap_ddp(), af.skip_nonfinite(max_consecutive=0))
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_is_named():
+    """All ranks raise, with the parameters, the rank and the update."""
+
+    def run(world):
+        state = make(setup=SKIPS, world=world)
+        rows = X * (math.nan if world.rank == 1 else 1)
+        with pytest.raises(af.errors.NonFiniteGradsError) as caught:
+            STEP(state, rows)
+        assert "update 0" in str(caught.value)
+        assert "rank 1: 2 (weight, bias); its loss is not finite" in str(caught.value)
+
+    simulate(2, run)
+
+
+@pytest.mark.parametrize("clip", [af.clip_grad_norm(1.0), af.clip_grad_value(1.0)])
+def test_sparse_gradients_are_not_clipped(clip):
+    """What torch cannot clip is refused by name; the state is as it was, and trains."""
+    table = partial(nn.EmbeddingBag, 5, 3, sparse=True, mode="sum")
+    state, rows = make(setup=clip, model=table), torch.tensor([[0, 1], [1, 3]])
+    with pytest.raises(GradsError, match="'weight' is sparse"):
+        STEP(state, rows)
+    STEP(state.with_setup(None), rows)
+
+
+class Odd(nn.Module):
+    """A model with parameters that no optimizer can move, and complex ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.mask = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
+        self.phase = nn.Parameter(torch.tensor([3.0 + 4.0j, 1.0j]))
+
+    def forward(self, rows):
+        return (rows * self.phase).abs().square()
+
+
+@pytest.mark.parametrize("reducing", [af.wrap_ddp(), af.local_sgd(sync_every=1)])
+def test_integers_and_complex_numbers(reducing):
+    """Integers and booleans stay; complex numbers are averaged, and normed by their size."""
+
+    def run(world):
+        setup = af.chain(af.shard_data(), reducing, af.clip_grad_norm(math.inf))
+        state = make(setup=setup, model=Odd, world=world)
+        rows = torch.arange(8.0).view(4, 2).chunk(world.size)[world.rank] / 8
+        state, metrics = af.make_step(lambda net, x: net(x).mean())(state, rows)
+        assert metrics["grad_norm"] > 0
+        return {n: p.clone() for n, p in af.finalize(state).params.items()}
+
+    (alone,) = simulate(1, run)
+    for found in simulate(2, run):
+        assert torch.equal(found["table"], torch.arange(3))
+        assert torch.equal(found["mask"], torch.tensor([True, False]))
+        assert torch.allclose(found["phase"], alone["phase"])
+
+
+@pytest.mark.parametrize("count", [2**53 + 1, 2**63 - 2])
+def test_huge_counts(count, tmp_path):
+    """A step and a cursor below 2**63 are saved, loaded, and counted on."""
+    cursor = attrs.evolve(make().cursor, epoch=count)
+    state = attrs.evolve(make(), step=count, num_skipped=count, cursor=cursor)
+    af.save(state, tmp_path / "at")
+    loaded = af.load(make(), tmp_path / "at")
+    assert_states_equal(state, loaded)
+    loaded, _ = STEP(loaded, X)
+    assert (loaded.step, loaded.num_skipped) == (count + 1, count)

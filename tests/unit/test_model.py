@@ -1,121 +1,215 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models: what can be trained, what is refused, and what stays tied, frozen or unused."""
+"""Models: what can be trained, what is refused, and what becomes of buffers and hooks."""
 
 import copy
-import warnings
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import accelfn as af
-from accelfn.errors import ModelError
+from accelfn.errors import ModelError, OptimizerError
 from accelfn.testing import simulate
 from tests.internals import materialize
-from tests.states import bits
+from tests.states import SGD, STEP, bits, create, square
 
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
-SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-def mean_square(model, batch):
-    return model(batch).square().mean()
-
-
-def seeded(fn, seed=0):
+def seeded(fn):
     """Return what a factory draws from a seed, leaving torch's generator as it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         return fn()
 
 
-def train_by_hand(module, batches, loss_fn=mean_square, make=SGD):
+def train_by_hand(module, batches, loss_fn=square):
     """Train as a hand-written loop does."""
-    optimizer = make([(n, p) for n, p in module.named_parameters() if p.requires_grad])
+    optimizer = SGD([p for p in module.parameters() if p.requires_grad])
     for batch in batches:
         optimizer.zero_grad()
         loss_fn(module, batch).backward()
         optimizer.step()
-    return module
 
 
-def train(state, batches, loss_fn=mean_square):
+def train(state, batches):
     """Train as accelfn does."""
-    step = af.make_step(loss_fn)
     for batch in batches:
-        state, _ = step(state, batch)
+        state, _ = STEP(state, batch)
     return state
 
 
 # What is refused.
 
 
-def test_no_trainable_parameter():
-    """A model with all parameters frozen is refused by name, with what to do."""
-    frozen = nn.Linear(3, 1).requires_grad_(requires_grad=False)
-    words = r"Linear has no trainable parameter \(2 .*requires_grad_\(True\)"
+def on_meta():
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+
+def with_buffer(make_buffer):
+    """Return a factory of a layer with a buffer."""
+
+    def model():
+        layer = nn.Linear(3, 1)
+        layer.register_buffer("table", make_buffer())
+        return layer
+
+    return model
+
+
+def computed():
+    layer = nn.Linear(3, 1)
+    layer.computed = layer.weight * 2
+    return layer
+
+
+def hooked(kind):
+    layer = nn.Linear(3, 1)
+    getattr(layer.weight, f"register_{kind}")(lambda _: None)
+    return layer
+
+
+def two(tensor):
+    """Return a tensor that keeps its values in two others."""
+    return TwoTensor(tensor, tensor.clone())
+
+
+class Wrapped(nn.Linear):
+    """A layer with a weight of a tensor class of its own."""
+
+    def __init__(self):
+        super().__init__(2, 1)
+        self.weight = nn.Parameter(two(torch.ones(1, 2)))
+
+
+MODULE = r"torch\.nn\.Module"
+NOT_DENSE = "not dense tensors: table"
+HOOKS = r"has parameters with hooks: weight\..*`grads`"
+REFUSED = {
+    "frozen": (
+        nn.Linear(3, 1).requires_grad_(requires_grad=False),
+        r"Linear has no trainable parameter \(2 .*requires_grad_\(True\)",
+    ),
+    "no parameter": (nn.ReLU, r"ReLU has no trainable parameter \(0"),
+    "meta": (on_meta(), r"meta device.*0\.weight.*import_model"),
+    "meta buffer": (
+        with_buffer(lambda: torch.empty(3, device="meta"))(),
+        r"meta device.*table",
+    ),
+    "lazy": (partial(nn.LazyLinear, 1), r"(?i)lazy|uninitialized"),
+    "None": (lambda: None, MODULE),
+    "a list": (lambda: [nn.Linear(3, 1)], MODULE),
+    "a number": (42, MODULE),
+    "a name": ("net", MODULE),
+    "a computed tensor": (
+        computed(),
+        r"cannot be copied because of its attribute 'computed'.*buffers",
+    ),
+    # a state trains copies, which would not call them
+    "hook": (hooked("hook"), HOOKS),
+    "hook of a gradient": (hooked("post_accumulate_grad_hook"), HOOKS),
+    "sparse": (with_buffer(lambda: torch.eye(3).to_sparse()), NOT_DENSE),
+    "by rows": (with_buffer(lambda: torch.eye(3).to_sparse_csr()), NOT_DENSE),
+    "nested": (
+        with_buffer(
+            lambda: torch.nested.as_nested_tensor([torch.eye(3)], layout=torch.jagged)
+        ),
+        NOT_DENSE,
+    ),
+    "a tensor class": (
+        Wrapped,
+        r"weight is a TwoTensor.*cannot be saved in a checkpoint",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*in (beta|prototype):UserWarning")
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_that_cannot_be_trained_are_refused(case):
+    """By name, when a state is created, with what to do."""
+    model, words = REFUSED[case]
     with pytest.raises(ModelError, match=words) as caught:
-        af.TrainState.create(model=frozen, optimizer=SGD)
+        create(model=model)
     assert isinstance(caught.value, ValueError)
 
 
-def test_no_parameter_at_all():
-    """A model without parameters is refused, before torch refuses the optimizer."""
-    with pytest.raises(ModelError, match=r"ReLU has no trainable parameter \(0"):
-        af.TrainState.create(model=nn.ReLU, optimizer=SGD)
+@pytest.mark.parametrize("part", [None, "1"])
+def test_a_model_spread_over_devices_is_refused(part):
+    """One that was loaded with a device_map of several devices would be gathered in silence."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    place = model if part is None else model[1]
+    place.hf_device_map = {"0": "cpu", "1": 1}
+    where = "the model" if part is None else "its submodule '1'"
+    words = rf"^Sequential: {where} is spread over the devices \['1', 'cpu'\]"
+    with pytest.raises(ModelError, match=words):
+        create(model=model)
+    place.hf_device_map = {"0": "cpu", "1": "cpu"}
+    create(model=model)
 
 
-def test_meta_tensors():
-    """Tensors without values are refused by name, with what to do."""
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    with pytest.raises(ModelError, match=r"meta device.*0\.weight.*import_model"):
-        af.TrainState.create(model=model, optimizer=SGD)
+def test_factory_that_raises():
+    """A factory's own error goes through, and torch's generator is as it was."""
+
+    def broken():
+        torch.randn(3)
+        raise ZeroDivisionError
+
+    random = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError):
+        create(model=broken)
+    assert torch.equal(random, torch.get_rng_state())
 
 
-def test_meta_buffer():
-    """A buffer without values is refused as well."""
-    model = nn.BatchNorm1d(3)
-    model.register_buffer("table", torch.empty(3, device="meta"))
-    with pytest.raises(ModelError, match=r"meta device.*table"):
-        af.TrainState.create(model=model, optimizer=SGD)
+def test_a_model_belongs_to_one_state():
+    """An instance, or a factory that gives the same modules again, is refused the second time."""
+    net = nn.Linear(2, 1)
+    with pytest.raises(OptimizerError):
+        create(model=net, optimizer=torch.optim.SGD([torch.zeros(1)], lr=1.0))
+    copied, weight = copy.deepcopy(net), net.weight
+    create(model=net)  # an attempt that failed has not taken it
+    with pytest.raises(ModelError, match="it already belongs to the state 'state'"):
+        create(model=net)
+    create(model=copied)
+    copied = nn.Linear(2, 1)
+    copied.weight = weight
+    with pytest.raises(ModelError, match="already belong to another state: weight"):
+        create(model=copied)
+    shared = partial(nn.Sequential, nn.Linear(2, 1))
+    with pytest.raises(ModelError, match="not a partial with modules"):
+        simulate(2, lambda world: create(model=shared, world=world))
 
 
-def test_lazy_parameters():
-    """A lazy module has no shapes yet; it is refused with what to do."""
-    with pytest.raises(ModelError, match=r"(?i)lazy|uninitialized"):
-        af.TrainState.create(model=partial(nn.LazyLinear, 1), optimizer=SGD)
+class Keeps(torch.optim.SGD):
+    """An optimizer that keeps a tensor of a class of its own."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("few_bits", two(torch.zeros(2)))
+        return super().step(closure)
 
 
-@pytest.mark.parametrize("model", [lambda: None, lambda: [nn.Linear(3, 1)], 42, "net"])
-def test_no_module(model):
-    """What is no module, nor a factory of one, is refused."""
-    with pytest.raises(ModelError, match=r"torch\.nn\.Module"):
-        af.TrainState.create(model=model, optimizer=SGD)
+def test_an_entry_that_no_checkpoint_can_hold_is_rejected_at_the_first_update():
+    """And not at the first save after a week."""
+    state = create(model=lambda: nn.Linear(2, 1), optimizer=Keeps)
+    words = r"Keeps keeps.*cannot be saved in a checkpoint"
+    with pytest.raises(OptimizerError, match=words):
+        STEP(state, torch.ones(1, 2))
 
 
-def test_module_with_computed_tensors():
-    """A module that keeps a computed tensor in a plain attribute is refused with why."""
-    model = nn.Linear(3, 1)
-    model.computed = model.weight * 2
-    with pytest.raises(
-        ModelError,
-        match=r"cannot be copied because of its attribute 'computed'.*buffers",
-    ):
-        af.TrainState.create(model=model, optimizer=SGD)
+@pytest.mark.parametrize("name", ["AdamW8bit", "Adam4bit", "AdamWFp8"])
+def test_torchao_s_optimizers_of_few_bits_are_rejected(name):
+    """`create` rejects them; those with plain tensors pass."""
+    optim = pytest.importorskip("torchao.optim", reason="torchao is optional")
+    with pytest.raises(OptimizerError, match=rf"{name}.*bitsandbytes"):
+        create(model=lambda: nn.Linear(2, 1), optimizer=getattr(optim, name))
+    create(model=lambda: nn.Linear(2, 1), optimizer=optim._AdamW)
 
 
-@pytest.mark.parametrize("kind", ["hook", "post_accumulate_grad_hook"])
-def test_hooks_of_parameters_are_refused(kind):
-    """A state trains copies, which would not call them: before they were lost in silence."""
-    model = nn.Linear(3, 1)
-    getattr(model.weight, f"register_{kind}")(lambda _: None)
-    with pytest.raises(
-        ModelError, match=r"has parameters with hooks: weight\..*`grads`"
-    ):
-        af.TrainState.create(model=model, optimizer=SGD)
-    model.weight._backward_hooks = None
+# What is drawn and copied.
 
 
 @pytest.mark.parametrize("setup", [af.wrap_ddp(), af.wrap_fsdp()])
@@ -129,18 +223,16 @@ def test_hooks_of_modules_are_those_of_the_hand_written_loop(setup):
         made[2].register_full_backward_hook(lambda _, given, __: (given[0] * 3,))
         return made
 
+    def loss_fn(model, batch):
+        return (model(batch) - batch).square().mean()
+
     rows = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(8, 3).cos()
-    loss_fn = lambda model, batch: (model(batch) - batch).square().mean()  # noqa: E731
     before = []
 
     def trained(world):
-        state = af.TrainState.create(
-            model=model,
-            optimizer=SGD,
-            data=af.Data(rows, global_batch_size=4),
-            setup=af.chain(af.shard_data(), setup),
-            world=world,
-        )
+        setups = af.chain(af.shard_data(), setup)
+        data = af.Data(rows, global_batch_size=4)
+        state = create(model=model, data=data, setup=setups, world=world)
         before.append(af.full_params(state))
         step = af.make_step(loss_fn)
         for batch in af.batches(state, until_epoch=1):
@@ -150,43 +242,18 @@ def test_hooks_of_modules_are_those_of_the_hand_written_loop(setup):
     found = [*simulate(1, trained), *simulate(2, trained)]
     plain = model()
     plain.load_state_dict(before[0])
-    optimizer = SGD(plain.parameters())
-    for batch in rows.split(4):
-        optimizer.zero_grad()
-        loss_fn(plain, batch).backward()
-        optimizer.step()
+    train_by_hand(plain, rows.split(4), loss_fn)
     for params in found:
         torch.testing.assert_close(params, dict(plain.named_parameters()))
 
 
-def test_factory_that_raises():
-    """A factory's own error goes through, and torch's generator is as it was."""
-
-    def broken():
-        torch.randn(3)
-        raise ZeroDivisionError
-
-    random = torch.get_rng_state()
-    with pytest.raises(ZeroDivisionError):
-        af.TrainState.create(model=broken, optimizer=SGD)
-    assert torch.equal(random, torch.get_rng_state())
-
-
-# What is drawn and copied.
-
-
 def test_what_is_shared_is_shared_on_any_device():
     """A parameter or buffer of two names is one there too, as `Module.to` does not leave it."""
-
-    class Shared(nn.Sequential):
-        def __init__(self):
-            layers = nn.Linear(3, 3), nn.Linear(3, 3)
-            super().__init__(*layers, nn.BatchNorm1d(3), nn.BatchNorm1d(3))
-            self[1].weight = self[0].weight
-            self[3].running_mean = self[2].running_mean
-
+    layers = nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    layers[1].weight = layers[0].weight
+    layers[3].running_mean = layers[2].running_mean
     meta = torch.device("meta")
-    moved = materialize(Shared(), seed=0, name="model", device=meta)
+    moved = materialize(nn.Sequential(*layers), seed=0, name="model", device=meta)
     assert moved[1].weight is moved[0].weight
     assert moved[3].running_mean is moved[2].running_mean
     assert {each.device for each in moved.state_dict().values()} == {meta}
@@ -194,21 +261,15 @@ def test_what_is_shared_is_shared_on_any_device():
 
 
 def test_model_in_evaluation_mode_trains():
-    """A model handed over in evaluation mode, as from_pretrained does, is trained."""
+    """As from_pretrained hands it over; but a part that was put in that mode stays so."""
     twin = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
-    state = af.TrainState.create(model=copy.deepcopy(twin).eval(), optimizer=SGD)
-    state = train(state, [X] * 2)
+    state = train(create(model=copy.deepcopy(twin).eval()), [X] * 2)
+    model = copy.deepcopy(twin)
+    model[1].eval()
+    still = train(create(model=model), [X] * 2)
+    assert bits(dict(twin.named_buffers())) == bits(still.buffers)
     train_by_hand(twin, [X] * 2)
     assert bits(dict(twin.named_buffers())) == bits(state.buffers)
-
-
-def test_part_in_evaluation_mode_stays_so():
-    """A part that was put in evaluation mode on purpose stays in it."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    model[1].eval()
-    state = af.TrainState.create(model=model, optimizer=SGD)
-    before = bits(state.buffers)
-    assert before == bits(train(state, [X] * 2).buffers)
 
 
 @pytest.mark.parametrize("wrap", ["weight_norm", "spectral_norm", "orthogonal"])
@@ -216,136 +277,154 @@ def test_parametrizations(wrap):
     """Parametrized layers train bitwise as by hand, and so do copies."""
     parametrize = getattr(nn.utils.parametrizations, wrap)
     twin = seeded(lambda: nn.Sequential(parametrize(nn.Linear(3, 3)), nn.Linear(3, 1)))
-    state = af.TrainState.create(model=copy.deepcopy(twin), optimizer=SGD)
-    state = train(train(state, [X] * 2).copy(), [X] * 2)
+    state = train(create(model=copy.deepcopy(twin)), [X] * 2)
+    state = train(state.copy(), [X] * 2)
     train_by_hand(twin, [X] * 4)
     assert bits(dict(twin.named_parameters())) == bits(state.params)
     assert bits(dict(twin.named_buffers())) == bits(state.buffers)
-
-
-# Buffers.
-
-
-class Running(nn.Module):
-    """A model with a running number, written in place or assigned."""
-
-    def __init__(self, *, assign, when=lambda _: True):
-        super().__init__()
-        self.assign, self.when = assign, when
-        self.layer = nn.Linear(3, 1)
-        self.register_buffer("seen", torch.zeros(()))
-        self.register_buffer("table", torch.ones(3))
-
-    def forward(self, batch):
-        if self.when(batch):
-            if self.assign:
-                self.seen = self.seen + 1
-            else:
-                self.seen += 1
-        return self.layer(batch * self.table) * (1 + self.seen)
-
-
-class LateNorm(nn.Module):
-    """A model whose batch norm takes part in some batches only."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
-
-    def forward(self, batch):
-        hidden = self.layer(batch)
-        return self.norm(hidden) if float(batch[0, 0]) > 0 else hidden
-
-
-MODELS = {
-    "late norm": LateNorm,
-    "batch norm": lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)),
-    "cumulative": lambda: nn.Sequential(
-        nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None)
-    ),
-    "in place": lambda: Running(assign=False),
-    "assigned": lambda: Running(assign=True),
-    "now and then": lambda: Running(assign=False, when=lambda b: float(b[0, 0]) > 0),
-    "assigned now and then": lambda: Running(
-        assign=True, when=lambda b: float(b[0, 0]) > 0
-    ),
-}
-BATCHES = [X, X + 2, X, X + 3, X + 4]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_buffers_are_those_of_the_pass_that_took_the_gradients(name):
-    """Another pass between gradients and their update is nothing to what the update writes."""
-    twin = seeded(MODELS[name])
-    state = af.TrainState.create(model=copy.deepcopy(twin), optimizer=SGD)
-    compute = af.value_and_grad(mean_square)
-    for batch in BATCHES:
-        _, grads = compute(state, batch)
-        shown = bits(dict(grads.buffers))
-        compute(state, X + 7)
-        assert bits(dict(grads.buffers)) == shown
-        state = af.apply_grads(state, grads)
-    train_by_hand(twin, BATCHES)
-    assert bits(dict(twin.named_buffers())) == bits(state.buffers)
-
-
-@pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr", "nested"])
-def test_a_buffer_that_is_not_dense_is_refused(kind):
-    """It is named where the model is given; of its indices and values one trains."""
-
-    class Graph(nn.Linear):
-        def __init__(self):
-            super().__init__(3, 2)
-            edges = torch.eye(3)
-            if kind == "nested":
-                edges = torch.nested.as_nested_tensor([edges], layout=torch.jagged)
-            else:
-                edges = getattr(edges, kind)()
-            self.register_buffer("edges", edges)
-
-    class Made(nn.Linear):
-        def __init__(self):
-            super().__init__(3, 2)
-            edges = torch.eye(3).to_sparse()
-            self.register_buffer("indices", edges.indices())
-            self.register_buffer("values", edges.values())
-
-        def forward(self, inputs):
-            edges = torch.sparse_coo_tensor(
-                self.indices, self.values, (3, 3), check_invariants=True
-            )
-            return super().forward((edges @ inputs.T).T)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of torch, that it is new
-        with pytest.raises(ModelError, match="not dense tensors: edges"):
-            af.TrainState.create(model=Graph, optimizer=SGD)
-    plain = af.TrainState.create(model=partial(nn.Linear, 3, 2), optimizer=SGD)
-    state = af.TrainState.create(model=Made, optimizer=SGD)
-    step = af.make_step(mean_square)
-    assert bits(step(state, X)[0].params) == bits(step(plain, X)[0].params)
-
-
-@pytest.mark.parametrize("part", [None, "1"])
-def test_a_model_spread_over_devices_is_refused(part):
-    """One that was loaded with a device_map of several devices would be gathered in silence."""
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
-    place = model if part is None else model[1]
-    place.hf_device_map = {"0": "cpu", "1": 1}
-    where = "the model" if part is None else "its submodule '1'"
-    words = rf"^Sequential: {where} is spread over the devices \['1', 'cpu'\]"
-    with pytest.raises(ModelError, match=words):
-        af.TrainState.create(model=model, optimizer=SGD)
-    place.hf_device_map = {"0": "cpu", "1": "cpu"}
-    af.TrainState.create(model=model, optimizer=SGD)
 
 
 def test_a_parameter_that_was_kept_is_empty():
     """It would follow the training, and look like the first values."""
     model = nn.Linear(2, 1)
     kept, first = model.weight, model.weight.detach().clone()
-    state = af.TrainState.create(
-        model=model, optimizer=partial(torch.optim.SGD, lr=0.1)
-    )
+    state = create(model=model)
     assert kept.numel() == 0
     assert torch.equal(state.params["weight"], first)
+
+
+# Buffers that a forward pass writes in ways that leave no trace, or may not write.
+
+
+class Table(nn.Module):
+    """A layer and buffers, and what its forward does to them."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.layer, self.act = nn.Linear(3, 1), act
+        self.register_buffer("table", torch.ones(3))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("none", None)
+        self.register_buffer("twin", self.table)
+
+    def forward(self, x):
+        self.act(self)
+        return self.layer(x)
+
+
+class Bare(nn.Linear):
+    """A layer without buffers, until its first pass."""
+
+    def forward(self, x):
+        self.register_buffer("later", torch.ones(()))
+        return super().forward(x)
+
+
+WRITES = {
+    "set": (lambda m: setattr(m, "none", torch.ones(())), "'none' was None, and was"),
+    "unset": (lambda m: setattr(m, "count", None), "'count' was set to None"),
+    "dtype": (
+        lambda m: setattr(m, "count", m.count + 0.5),
+        "'count' changed its dtype from torch.int64 to torch.float32",
+    ),
+    "data": (
+        lambda m: setattr(m.table, "data", m.table.double()),
+        "'table' changed its dtype from torch.float32 to torch.float64",
+    ),
+    "registered": (
+        lambda m: m.register_buffer("later", torch.ones(())),
+        "'later' was registered",
+    ),
+    "removed": (lambda m: delattr(m, "count"), "'count' was removed"),
+    "shared": (
+        lambda m: setattr(m, "twin", m.twin + 1),
+        "'twin' is shared, and was replaced under one of its names",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRITES)
+def test_what_the_state_would_not_have(case):
+    """A buffer that a pass makes, removes or makes another is named; the state is whole."""
+    write, words = WRITES[case]
+    acts = [write, write, lambda _: None]
+
+    def act(model):
+        acts.pop(0)(model)
+
+    state = create(model=lambda: Table(act))
+    params = {name: param.clone() for name, param in state.params.items()}
+    for _ in range(2):
+        with pytest.raises(ModelError, match=words):
+            STEP(state, X)
+    assert all(torch.equal(params[name], state.params[name]) for name in params)
+    assert state.buffers["table"].tolist() == [1, 1, 1]
+    assert STEP(state, X)[0].step == 1
+
+
+def test_no_buffer_at_all():
+    """A model without any is refused one, too."""
+    with pytest.raises(ModelError, match="'later' was registered"):
+        STEP(create(model=lambda: Bare(3, 1)), X)
+
+
+ASSIGNED = {  # what a forward pass assigns to a buffer, from the weight and the batch
+    "the batch": lambda _, x: x,
+    "the weight": lambda weight, _: weight.detach(),
+    "a view of the weight": lambda weight, _: weight.detach()[:, :1],
+}
+
+
+class Assigns(nn.Module):
+    """Sets a buffer to a tensor of somebody else's, after it wrote into the last one."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.layer, self.value = nn.Linear(2, 2), value
+        start = value(self.layer.weight, torch.zeros(2, 2))
+        self.register_buffer("before", torch.zeros_like(start))
+
+    def forward(self, x):
+        out = self.layer(x) + self.before.sum()
+        self.before.mul_(2.0)
+        self.before = self.value(self.layer.weight, x)
+        return out
+
+
+@pytest.mark.parametrize("case", ASSIGNED)
+def test_what_the_forward_pass_assigns_to_a_buffer_is_copied(case):
+    """It keeps what it was set to: neither an update nor a pass writes into it from then on."""
+    state, look = (
+        create(model=lambda: Assigns(ASSIGNED[case])),
+        af.value_and_grad(square),
+    )
+    batches = [torch.full((2, 2), float(i)) for i in range(3)]
+    for batch in batches:
+        weight = state.params["layer.weight"].clone()
+        for each in batches:
+            look(state, each)
+        state, _ = STEP(state, batch)
+        assert torch.equal(state.buffers["before"], ASSIGNED[case](weight, batch))
+    for i, each in enumerate(batches):
+        assert torch.equal(each, torch.full((2, 2), float(i)))
+
+
+class Seen(nn.Module):
+    """Counts what it sees in place, beginning with a constant of its class."""
+
+    START = torch.zeros(1)
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("seen", self.START)
+
+    def forward(self, x):
+        self.seen += len(x)
+        return self.layer(x)
+
+
+def test_a_constant_of_a_class_stays_what_it_is():
+    """States of a module whose buffer is one do not count together, nor does the next."""
+    counted = [train(create(model=Seen), [X] * n).buffers["seen"] for n in (2, 0, 1)]
+    assert [*map(float, counted), float(Seen.START)] == [16, 0, 8, 0]

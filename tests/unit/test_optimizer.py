@@ -9,7 +9,8 @@ from torch import nn, optim
 
 import accelfn as af
 from accelfn.errors import OptimizerError
-from tests.states import bits
+from tests.states import STEP, bits, square
+from tests.states import create as create_state
 
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 PARTS = [X + i for i in range(5)]
@@ -17,13 +18,6 @@ PARTS = [X + i for i in range(5)]
 
 def net():
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-
-
-def loss(model, batch):
-    return model(batch).square().mean()
-
-
-STEP = af.make_step(loss)
 
 
 class Counting(optim.Optimizer):
@@ -73,24 +67,29 @@ class GroupTensor(optim.Optimizer):
 
 
 OPTIMIZERS = {
-    "SGD": partial(optim.SGD, lr=0.1),
+    **{
+        name: kind
+        for name, kind in sorted(vars(optim).items())
+        if isinstance(kind, type) and kind is not optim.Optimizer
+    },
     "SGD momentum": partial(
         optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
     ),
-    "Adam": partial(optim.Adam, lr=0.1, amsgrad=True),
-    "AdamW": partial(optim.AdamW, lr=0.1),
+    "Adam amsgrad": partial(optim.Adam, lr=0.1, amsgrad=True),
     "AdamW fused": partial(optim.AdamW, lr=0.1, fused=True),
     "AdamW foreach": partial(optim.AdamW, lr=0.1, foreach=True),
     "Adagrad": partial(optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),
     "RMSprop": partial(optim.RMSprop, lr=0.01, momentum=0.9, centered=True),
-    "Adafactor": partial(optim.Adafactor, lr=0.1),
-    "Rprop": partial(optim.Rprop, lr=0.01),
-    "NAdam": partial(optim.NAdam, lr=0.1),
     "ASGD": partial(optim.ASGD, lr=0.1, t0=2),
     "tensor lr": partial(optim.Adam, lr=torch.tensor(0.1), foreach=False),
     "counting": Counting,
     "group step": GroupStep,
     "group tensor": GroupTensor,
+}
+CANNOT_STEP = {
+    "LBFGS": (OptimizerError, "closure"),
+    "Muon": (ValueError, "2D"),
+    "SparseAdam": (RuntimeError, "does not support dense gradients"),
 }
 
 
@@ -109,53 +108,50 @@ def seeded():
 def by_hand(make, parts):
     """Return the parameters of a hand-written loop after each update."""
     model = seeded()
-    optimizer = make(list(model.named_parameters()))
+    optimizer = make([param for _, param in model.named_parameters()])
     history = []
     for part in parts:
         optimizer.zero_grad()
-        loss(model, part).backward()
+        square(model, part).backward()
         optimizer.step()
         history.append(bits(dict(model.named_parameters())))
     return history
 
 
-def create(make, **options):
-    return af.TrainState.create(model=seeded(), optimizer=make, **options)
+def create(make):
+    return create_state(
+        model=seeded(), optimizer=lambda named: make([param for _, param in named])
+    )
 
 
-optimizers = pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", CANNOT_STEP)
+def test_optimizers_that_cannot_step_say_why(name):
+    """When the state is created, or at its first step."""
+    error, words = CANNOT_STEP[name]
+    with pytest.raises(error, match=words):
+        STEP(create(OPTIMIZERS[name]), X)
 
 
-@optimizers
-def test_loaded_states_go_on_alike(name, tmp_path):
-    """A state saved and loaded at each update goes on as the loop by hand."""
-    state = create(OPTIMIZERS[name])
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - CANNOT_STEP))
+def test_optimizers_step_as_by_hand(name, tmp_path):
+    """Also a state that is saved and loaded at each update, beside a fork and a look."""
+    make = OPTIMIZERS[name]
+    state = create(make)
     for i, part in enumerate(PARTS):
+        if i == 2:
+            fork = state.copy()
         state, _ = STEP(state, part)
         af.save(state, tmp_path / str(i))
-        loaded = af.load(create(OPTIMIZERS[name]), tmp_path / str(i))
+        loaded = af.load(create(make), tmp_path / str(i))
+        assert values(state) == values(loaded)
+        STEP(state, part + 1, donate=False)
         assert values(state) == values(loaded)
         state = loaded
-    assert by_hand(OPTIMIZERS[name], PARTS)[-1] == bits(state.params)
-
-
-@optimizers
-@pytest.mark.parametrize("at", [0, 2])
-def test_forks_stepped_in_turn_are_apart(name, at):
-    """Stepping a fork, or with donate=False, between updates changes nothing in either."""
-    state = create(OPTIMIZERS[name])
-    for part in PARTS[:at]:
-        state, _ = STEP(state, part)
-    fork = state.copy()
-    for part in PARTS[at:]:
-        before = values(state)
-        STEP(state, part + 1, donate=False)
-        assert before == values(state)
-        state, _ = STEP(state, part)
-        fork, _ = STEP(fork, -part)
-    forked = PARTS[:at] + [-part for part in PARTS[at:]]
-    assert by_hand(OPTIMIZERS[name], PARTS)[-1] == bits(state.params)
-    assert by_hand(OPTIMIZERS[name], forked)[-1] == bits(fork.params)
+        if i >= 2:
+            fork, _ = STEP(fork, -part)
+    assert by_hand(make, PARTS)[-1] == bits(state.params)
+    forked = PARTS[:2] + [-part for part in PARTS[2:]]
+    assert by_hand(make, forked)[-1] == bits(fork.params)
 
 
 def test_numbers_of_groups_are_in_the_state():
@@ -183,7 +179,7 @@ def grouped(model, make=optim.AdamW):
 def test_ready_optimizer_with_groups():
     """Groups keep their rates and decays, and a schedule multiplies each rate."""
     model = seeded()
-    state = af.TrainState.create(
+    state = create_state(
         model=model, optimizer=grouped(model), schedule=af.schedules.linear(10)
     )
     assert state.lrs == (0.01, 0.1)
@@ -193,46 +189,10 @@ def test_ready_optimizer_with_groups():
     for part in PARTS:
         state, _ = STEP(state, part)
         optimizer.zero_grad()
-        loss(twin, part).backward()
+        square(twin, part).backward()
         optimizer.step()
         scheduler.step()
     assert bits(dict(twin.named_parameters())) == bits(state.params)
-
-
-def test_ready_optimizer_hands_over_its_state():
-    """What a ready optimizer has gathered is gone on with, bitwise."""
-    model, twin = seeded(), seeded()
-    optimizer, other = grouped(model), grouped(twin)
-    for each, its in ((model, optimizer), (twin, other)):
-        loss(each, X).backward()
-        its.step()
-        its.zero_grad()
-    state = af.TrainState.create(model=model, optimizer=optimizer)
-    assert sorted(state.params) == sorted(state.opt_state)
-    for part in PARTS:
-        state, _ = STEP(state, part)
-        other.zero_grad()
-        loss(twin, part).backward()
-        other.step()
-    assert bits(dict(twin.named_parameters())) == bits(state.params)
-
-
-class OfOnesOwn(optim.SGD):
-    """Is none of torch's, and so is tried when a state is made."""
-
-
-@pytest.mark.parametrize("kind", [optim.SGD, OfOnesOwn])
-def test_step_hooks_run(kind):
-    """Hooks that a ready optimizer has are run at each update, and at nothing else."""
-    model, seen = seeded(), []
-    optimizer = kind(model.parameters(), lr=0.1)
-    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("behind"))
-    state = af.TrainState.create(model=model, optimizer=optimizer)
-    assert seen == []
-    for part in PARTS[:2]:
-        state, _ = STEP(state, part)
-    assert seen == ["before", "behind"] * 2
 
 
 def test_hyper_of_a_group():
@@ -247,184 +207,12 @@ def test_hyper_of_a_group():
 
     for where, moved in (("head", "0."), (1, "0."), (0, "2.")):
         model = seeded()
-        state = af.TrainState.create(
-            model=model, optimizer=grouped(model), setup=Sets(where)
-        )
+        state = create_state(model=model, optimizer=grouped(model), setup=Sets(where))
         before = bits(state.params)
         after = bits(STEP(state, X)[0].params)
         assert {f"{moved}weight", f"{moved}bias"} == {
             name for name in before if before[name] != after[name]
         }
-
-
-# What is refused.
-
-
-def test_optimizer_of_another_model():
-    """A ready optimizer over other parameters is refused, with what goes together."""
-    optimizer = optim.SGD(net().parameters(), lr=0.1)
-    with pytest.raises(
-        OptimizerError, match=r"SGD\): .* of another model.*functools"
-    ) as caught:
-        af.TrainState.create(model=net(), optimizer=optimizer)
-    assert isinstance(caught.value, ValueError)
-
-
-def test_ready_optimizer_with_a_model_factory():
-    """A ready optimizer cannot belong to what a factory makes."""
-    optimizer = optim.SGD(net().parameters(), lr=0.1)
-    with pytest.raises(OptimizerError, match=r"functools.partial"):
-        af.TrainState.create(model=net, optimizer=optimizer)
-
-
-def test_factory_over_other_parameters():
-    """A factory that ignores what it is given is refused."""
-    other = net()
-    with pytest.raises(OptimizerError, match=r"SGD.: .* of another model"):
-        af.TrainState.create(
-            model=net, optimizer=lambda _: optim.SGD(other.parameters(), lr=0.1)
-        )
-
-
-def test_optimizer_that_lacks_parameters():
-    """A trainable parameter that no group has is named, with what to do."""
-    model = net()
-    optimizer = optim.SGD(model[0].parameters(), lr=0.1)
-    with pytest.raises(
-        OptimizerError, match=r"lacks .*2\.weight, 2\.bias.*requires_grad_"
-    ):
-        af.TrainState.create(model=model, optimizer=optimizer)
-
-
-def test_optimizer_that_calls_the_loss():
-    """LBFGS needs a closure, which a step cannot give."""
-    with pytest.raises(OptimizerError, match=r"LBFGS .*closure.*gradients"):
-        af.TrainState.create(
-            model=net,
-            optimizer=lambda named: optim.LBFGS([param for _, param in named]),
-        )
-
-
-class Asking(optim.SGD):
-    """Takes no closure by its signature, but asks for one."""
-
-    def step(self, closure=None):
-        assert closure is not None, "this needs a closure"
-        return super().step(closure)
-
-
-class Calling(optim.SGD):
-    """Calls the closure that nobody gave."""
-
-    def step(self, closure=None):
-        closure()
-        return super().step()
-
-
-@pytest.mark.parametrize("make", [Asking, Calling])
-@pytest.mark.parametrize("ready", [True, False])
-def test_optimizer_that_needs_a_closure_when_tried(make, ready):
-    """An optimizer that asks for a closure, or calls it, is refused before any step."""
-    model = seeded()
-    factory = partial(make, lr=0.1)
-    optimizer = factory(model.named_parameters()) if ready else factory
-    with pytest.raises(OptimizerError, match=rf"{make.__name__} requires a closure"):
-        af.TrainState.create(model=model, optimizer=optimizer)
-
-
-def test_trying_leaves_no_trace():
-    """An optimizer that is tried for a closure has its own numbers and hooks untouched."""
-    model, seen = seeded(), []
-    optimizer = Counting(model.named_parameters())
-    optimizer.register_step_pre_hook(lambda *_: seen.append("hook"))
-    groups, entries = optimizer.param_groups, optimizer.state
-    state = af.TrainState.create(model=model, optimizer=optimizer)
-    assert (seen, dict(entries)) == ([], {})
-    assert groups[0]["num_updates"] == 0
-    assert STEP(state, X)[0].opt_state["<group 0>"] == {"num_updates": 1}
-
-
-class Around(optim.Optimizer):
-    """Keeps another optimizer, as Lookahead does."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
-        self.base = optim.Adam(
-            [p for group in self.param_groups for p in group["params"]]
-        )
-
-    def step(self, closure=None):
-        return self.base.step(closure)
-
-
-def test_an_update_that_was_refused_is_not_counted():
-    """What an optimizer wrote before it raised in the very first goes with it."""
-
-    class Tables(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two = (nn.Embedding(3, 2, sparse=True) for _ in range(2))
-
-    def loss(model, rows, is_dense):
-        two = model.two.weight[rows] if is_dense else model.two(rows)
-        return (model.one(rows) + two).square().mean()
-
-    def make():
-        return af.TrainState.create(
-            model=Tables,
-            optimizer=lambda named: torch.optim.SparseAdam(dict(named).values()),
-        )
-
-    step, rows = af.make_step(loss), torch.tensor([0, 1])
-    plain, state = make(), make()
-    with pytest.raises(RuntimeError, match="dense gradients"):
-        step(state, rows, True)  # noqa: FBT003 - an extra of the loss
-    plain, _ = step(plain, rows, False)  # noqa: FBT003
-    state, _ = step(state, rows, False)  # noqa: FBT003
-    assert values(plain) == values(state)
-
-
-def test_optimizer_around_another():
-    """State of an optimizer inside another would be in no copy; it is refused by name."""
-    with pytest.raises(
-        OptimizerError, match="Around: its attribute base is another optimizer"
-    ):
-        create(Around)
-
-
-EVERY = sorted(
-    name
-    for name, each in vars(optim).items()
-    if isinstance(each, type) and each is not optim.Optimizer
-)
-REFUSED = {
-    "LBFGS": (OptimizerError, "closure"),
-    "Muon": (ValueError, "2D"),
-    "SparseAdam": (RuntimeError, "does not support dense gradients"),
-}
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_every_optimizer_of_torch_steps_or_says_why(name):
-    """Each class of torch.optim trains as by hand, or is refused with the reason."""
-    kind = getattr(optim, name)
-    make = lambda named: kind([param for _, param in named])  # noqa: E731
-    if name in REFUSED:
-        error, why = REFUSED[name]
-        with pytest.raises(error, match=why):
-            STEP(create(make), X)
-        return
-    state = create(make)
-    for part in PARTS:
-        state, _ = STEP(state, part)
-    assert by_hand(make, PARTS)[-1] == bits(state.params)
-
-
-@pytest.mark.parametrize("optimizer", [42, None, "adam", lambda _: None])
-def test_no_optimizer(optimizer):
-    """What is no optimizer, nor a factory of one, is refused with an example."""
-    with pytest.raises(OptimizerError, match=r"optimizer.*partial"):
-        af.TrainState.create(model=net, optimizer=optimizer)
 
 
 class Global(optim.SGD):
@@ -445,26 +233,128 @@ def test_state_of_no_parameter(forked):
         assert state.opt_state["<optimizer>"] == {"k": i + 1, "twice": 2 * i + 2}
 
 
-def test_optimizer_given_away_is_not_used_again():
-    """A state shares nothing with a ready optimizer but the tensors it was given."""
-    model = seeded()
-    optimizer = optim.Adam(model.parameters(), lr=0.1)
-    loss(model, X).backward()
-    optimizer.step()
+class OfOnesOwn(optim.SGD):
+    """Is none of torch's, and so is tried when a state is made."""
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, OfOnesOwn, Counting])
+def test_ready_optimizer_hands_over_its_state_and_hooks(kind):
+    """What it has gathered is gone on with, and hooks run at each update, and at nothing else."""
+    model, twin, seen = seeded(), seeded(), []
+    optimizer, other = (kind(each.parameters(), lr=0.1) for each in (model, twin))
+    for each, its in ((model, optimizer), (twin, other)):
+        square(each, X).backward()
+        its.step()
+        its.zero_grad()
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("behind"))
     groups, rate = optimizer.param_groups, optimizer.param_groups[0]["lr"]
-    state = af.TrainState.create(
-        model=model, optimizer=optimizer, schedule=af.schedules.constant(0.5)
-    )
-    STEP(state, X)
+    schedule = af.schedules.constant(1.0)
+    state = create_state(model=model, optimizer=optimizer, schedule=schedule)
+    assert seen == []
+    for part in PARTS:
+        state, _ = STEP(state, part)
+        other.zero_grad()
+        square(twin, part).backward()
+        other.step()
+    assert bits(dict(twin.named_parameters())) == bits(state.params)
+    assert seen == ["before", "behind"] * len(PARTS)
     assert rate == groups[0]["lr"]
+    assert groups[0].get("num_updates", 1) == 1  # nobody wrote into what was given
 
 
-def given_away():
-    """Return a ready optimizer that a state was made of."""
-    model = seeded()
-    optimizer = optim.Adam([{"params": model.parameters(), "lr": 0.1}])
-    af.TrainState.create(model=model, optimizer=optimizer)
-    return optimizer
+def test_an_update_that_was_refused_is_not_counted():
+    """What an optimizer wrote before it raised in the very first goes with it."""
+
+    class Tables(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = (nn.Embedding(3, 2, sparse=True) for _ in range(2))
+
+    def loss(model, rows, is_dense):
+        two = model.two.weight[rows] if is_dense else model.two(rows)
+        return (model.one(rows) + two).square().mean()
+
+    sparse = partial(optim.SparseAdam, lr=0.1)
+    plain, state = (create_state(model=Tables, optimizer=sparse) for _ in range(2))
+    step, rows = af.make_step(loss), torch.tensor([0, 1])
+    before = values(state)
+    with pytest.raises(RuntimeError, match="dense gradients"):
+        step(state, rows, True)  # noqa: FBT003 - an extra of the loss
+    assert values(state) == before
+    plain, _ = step(plain, rows, False)  # noqa: FBT003
+    state, _ = step(state, rows, False)  # noqa: FBT003
+    assert values(plain) == values(state)
+
+
+# What is refused.
+
+
+class Asking(optim.SGD):
+    """Takes no closure by its signature, but asks for one."""
+
+    def step(self, closure=None):
+        assert closure is not None, "this needs a closure"
+        return super().step(closure)
+
+
+class Calling(optim.SGD):
+    """Calls the closure that nobody gave."""
+
+    def step(self, closure=None):
+        closure()
+        return super().step()
+
+
+class Around(optim.Optimizer):
+    """Keeps another optimizer, as Lookahead does."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.base = optim.Adam(
+            [p for group in self.param_groups for p in group["params"]]
+        )
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+READY = seeded()
+SOME = optim.SGD(READY[0].parameters(), lr=0.1)
+OTHERS = optim.SGD(net().parameters(), lr=0.1)
+NONE = r"optimizer.*partial"
+REFUSED = {
+    "of another model": (READY, OTHERS, r"SGD\): .* of another model.*functools"),
+    "with a factory of a model": (net, OTHERS, r"functools.partial"),
+    "a factory of another's": (
+        net,
+        lambda _: optim.SGD(net().parameters(), lr=0.1),
+        r"SGD.: .* of another model",
+    ),
+    "lacks parameters": (READY, SOME, r"lacks .*2\.weight, 2\.bias.*requires_grad_"),
+    "calls the loss": (
+        net,
+        lambda named: optim.LBFGS([param for _, param in named]),
+        r"LBFGS .*closure.*gradients",
+    ),
+    "asks for a closure": (net, Asking, "Asking requires a closure"),
+    "calls a closure": (net, Calling, "Calling requires a closure"),
+    "ready, asks": (READY, Asking(READY.parameters()), "Asking requires a closure"),
+    "around another": (net, Around, "Around: its attribute base is another optimizer"),
+    "a number": (net, 42, NONE),
+    "None": (net, None, NONE),
+    "a name": (net, "adam", NONE),
+    "gives None": (net, lambda _: None, NONE),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_optimizer_of_the_model_is_refused(case):
+    """With the reason and what to write, before any step."""
+    model, optimizer, words = REFUSED[case]
+    with pytest.raises(OptimizerError, match=words) as caught:
+        create_state(model=model, optimizer=optimizer)
+    assert isinstance(caught.value, ValueError)
 
 
 CHANGES = {
@@ -479,7 +369,9 @@ CHANGES = {
 
 @pytest.mark.parametrize("case", CHANGES)
 def test_changes_of_an_optimizer_given_away(case):
-    """A10: what is set in an optimizer after `create` would have no effect, and is refused."""
-    optimizer = given_away()
+    """What is set in an optimizer after `create` would have no effect, and is refused."""
+    model = seeded()
+    optimizer = optim.Adam([{"params": model.parameters(), "lr": 0.1}])
+    create_state(model=model, optimizer=optimizer)
     with pytest.raises(OptimizerError, match="you passed this"):
         CHANGES[case](optimizer)

@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accelfn as af
+from accelfn.errors import BatchError, GradsError
 from tests.breaking import Refuses
-from tests.states import values
+from tests.states import STEP, create, square, values
 
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 
@@ -26,11 +27,8 @@ def net():
     )
 
 
-def loss(model, batch):
-    return model(batch).square().mean()
-
-
-STEP = af.make_step(loss)
+COMPUTE = af.value_and_grad(square)
+ADAM = partial(torch.optim.Adam, lr=0.1)
 SETUPS = {
     "plain": af.chain,
     "rich": lambda: af.chain(
@@ -41,14 +39,8 @@ SETUPS = {
 
 def make(setup="plain", **options):
     """Return a state with buffers, optimizer state and slots, two updates old."""
-    options = {
-        "model": net,
-        "optimizer": partial(torch.optim.Adam, lr=0.1),
-        "data": af.Data(X, global_batch_size=4),
-        "setup": SETUPS[setup](),
-        **options,
-    }
-    state = af.TrainState.create(**options)
+    options = {"model": net, "optimizer": ADAM, "setup": SETUPS[setup](), **options}
+    state = create(data=af.Data(X, global_batch_size=4), **options)
     for batch in af.batches(state, until_epoch=1):
         state, _ = STEP(state, batch)
     return state
@@ -58,13 +50,13 @@ def make(setup="plain", **options):
 
 
 def late_error(model, batch):
-    loss(model, batch)
+    square(model, batch)
     raise ZeroDivisionError
 
 
 def interrupted(model, batch):
     torch.randn(3)
-    loss(model, batch)
+    square(model, batch)
     raise KeyboardInterrupt
 
 
@@ -73,7 +65,7 @@ def no_scalar(model, batch):
 
 
 def not_a_number(model, batch):
-    return loss(model, batch) * float("nan")
+    return square(model, batch) * float("nan")
 
 
 def backward_error(model, batch):
@@ -88,7 +80,7 @@ def grad_mode(model, batch):
         raise ZeroDivisionError
     finally:
         torch.set_grad_enabled(True)
-        loss(model, batch)
+        square(model, batch)
 
 
 RAISES = {
@@ -151,122 +143,19 @@ def test_hyper_of_nothing(where):
     assert before == values(state)
 
 
-# What a caller's modes, and torch's global state, do to a step: nothing.
-
-
-def test_extras_reach_the_loss():
-    """Extras are handed to the loss as they are."""
-    extra, seen = object(), []
-
-    def with_extra(model, batch, *extras):
-        seen.extend(extras)
-        return loss(model, batch)
-
-    af.make_step(with_extra)(make(), X, extra, 3)
-    assert [extra, 3] == seen
-
-
-# Batches and gradients that do not fit.
-
-
 def test_batch_that_does_not_follow():
     """A batch from elsewhere in the data is refused with both places."""
     state = make()
     first, second = list(af.batches(state, until_epoch=2))
     with pytest.raises(
-        af.errors.BatchError, match=r"epoch 1, sample 4.*epoch 1, sample 0.*af\.batches"
+        BatchError, match=r"epoch 1, sample 4.*epoch 1, sample 0.*af\.batches"
     ) as caught:
         STEP(state, second)
     assert isinstance(caught.value, ValueError)
     after, _ = STEP(state, first)
-    with pytest.raises(af.errors.BatchError, match=r"sample 0.*sample 4"):
+    with pytest.raises(BatchError, match=r"sample 0.*sample 4"):
         STEP(after, first)
     STEP(after, second)
-
-
-def test_batch_of_micro_batches_without_accumulation():
-    """A batch cut into several cannot be stepped over whole; it says what to read."""
-    state = make("rich")
-    batch = next(iter(af.batches(state)))
-    with pytest.raises(af.errors.BatchError, match=r"2 micro-batches.*micro_batches"):
-        STEP(state.with_setup(af.chain()), batch)
-
-
-@pytest.mark.parametrize(
-    "value", [X, (X[:4], X[4:]), [X], [], [X] * 3, None, iter([X])]
-)
-def test_plain_value_under_accumulation(value):
-    """Anything but a list of the right number is refused with what it is."""
-    state = make("rich")
-    with pytest.raises(af.errors.BatchError, match=r"num_micro_batches=2.*list of 2"):
-        STEP(state, value)
-    assert state.copy().step == 2
-
-
-def test_gradients_of_another_update():
-    """Gradients taken before another update are stale, and refused with both numbers."""
-    state = make()
-    _, grads = af.value_and_grad(loss)(state, X)
-    after, _ = STEP(state, X)
-    for use in (af.apply_grads, af.sync_grads):
-        with pytest.raises(af.errors.GradsError, match=r"update 2.*update 3") as caught:
-            use(after, grads)
-        assert isinstance(caught.value, ValueError)
-    STEP(after, X)
-
-
-def test_stale_gradients_are_not_added_to():
-    """Nor may new gradients be added to stale ones."""
-    compute = af.value_and_grad(loss)
-    state = make()
-    _, grads = compute(state, X)
-    after, _ = STEP(state, X)
-    with pytest.raises(af.errors.GradsError, match=r"update 2.*update 3"):
-        compute(after, X, into=grads)
-
-
-WRONG = {
-    "unknown": (lambda g: {**g, "extra": X}, "extra"),
-    "shape": (lambda g: {**g, "0.bias": torch.zeros(7)}, r"0\.bias"),
-    "dtype": (lambda g: {**g, "0.bias": g["0.bias"].double()}, r"0\.bias"),
-    "number": (lambda g: {**g, "0.bias": 3.0}, r"0\.bias"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_gradients_that_do_not_fit(case):
-    """Gradients of unknown names or wrong shapes are named; the state is as it was."""
-    change, words = WRONG[case]
-    state = make()
-    before = values(state)
-    _, grads = af.value_and_grad(loss)(state, X)
-    with pytest.raises(af.errors.GradsError, match=words):
-        af.apply_grads(state, grads.with_tensors(change(dict(grads.tensors))))
-    assert before == values(state)
-    assert values(STEP(make(), X)[0]) == values(STEP(state, X)[0])
-
-
-def test_adding_to_gradients_of_unknown_names():
-    """Gradients to add to are checked as those to apply."""
-    state = make()
-    compute = af.value_and_grad(loss)
-    _, grads = compute(state, X)
-    with pytest.raises(af.errors.GradsError, match="extra"):
-        compute(state, X, into=grads.with_tensors({**grads.tensors, "extra": X}))
-
-
-@pytest.mark.parametrize("given", [None, {"0.bias": torch.zeros(4)}, X], ids=type)
-def test_what_is_no_record_of_gradients_is_refused(given):
-    """A dict of gradients, a tensor or nothing is named by what it is."""
-    state = make()
-    words = f"that af.value_and_grad returned, got {type(given).__name__}"
-    with pytest.raises(af.errors.GradsError, match=words):
-        af.apply_grads(state, given)
-    with pytest.raises(af.errors.GradsError, match=words):
-        af.sync_grads(state, given)
-    if given is not None:
-        with pytest.raises(af.errors.GradsError, match=words):
-            af.value_and_grad(loss)(state, X, into=given)
 
 
 @pytest.mark.parametrize("place", ["batch", "extras"])
@@ -276,11 +165,11 @@ def test_a_batch_on_another_device_is_told(place):
     before = values(state)
 
     def shifted(model, batch, by):
-        return loss(model, batch + by)
+        return square(model, batch + by)
 
     given = (away, 0.0) if place == "batch" else (X, away)
     words = r"loss function failed \(.*on meta, but the state is on cpu\. .*batch\.to\("
-    with pytest.raises(af.errors.BatchError, match=words) as caught:
+    with pytest.raises(BatchError, match=words) as caught:
         af.make_step(shifted)(state, *given)
     assert type(caught.value.__cause__) is RuntimeError
     assert before == values(state)
@@ -295,109 +184,15 @@ def test_an_error_of_a_batch_that_is_here_is_torchs_own():
 
 def test_gradients_that_were_added_to_are_given_away():
     """Gradients that others were added to are not theirs any more."""
-    compute = af.value_and_grad(loss)
     state, witness = make(), make()
-    _, first = compute(state, X)
-    compute(state, X[:4], into=first)
+    _, first = COMPUTE(state, X)
+    COMPUTE(state, X[:4], into=first)
     expected = values(STEP(witness, X)[0])["params"]
     try:
         after = af.apply_grads(state, first)
     except af.errors.Error:
         return
     assert expected == values(after)["params"]
-
-
-def pair():
-    """Return rank 0 of a world of two whose group refuses any collective."""
-    return af.World(rank=0, size=2, group=dist.ProcessGroup(0, 2))
-
-
-def test_unreduced_gradients():
-    """Among ranks, gradients that nothing reduces are refused; the state is as it was."""
-    state = af.TrainState.create(
-        model=net, optimizer=partial(torch.optim.Adam, lr=0.1), world=pair()
-    )
-    before = values(state)
-    _, grads = af.value_and_grad(loss)(state, X)
-    assert not grads.reduced
-    words = r"not reduced over the 2 ranks.*wrap_ddp.*sync_grads"
-    with pytest.raises(af.errors.GradsError, match=words):
-        af.apply_grads(state, grads)
-    with pytest.raises(af.errors.GradsError, match=words):
-        STEP(state, X)
-    assert before == values(state)
-
-
-def test_reduced_gradients_are_not_added_to_nor_reduced_again():
-    """Gradients that are reduced already are refused where others are expected."""
-    state = af.TrainState.create(
-        model=net, optimizer=partial(torch.optim.Adam, lr=0.1), world=pair()
-    )
-    compute = af.value_and_grad(loss)
-    _, grads = compute(state, X)
-    reduced = attrs.evolve(grads, reduced=True)
-    with pytest.raises(
-        af.errors.GradsError, match=r"reduced over the ranks.*sync=False"
-    ):
-        compute(state, X, into=reduced)
-    with pytest.raises(af.errors.GradsError, match="already reduced over the ranks"):
-        af.sync_grads(state, reduced)
-    assert state.copy().step == 0
-
-
-WEIGHTS = {
-    "a number": 4,
-    "a float": 4.0,
-    "a count": torch.tensor(4),
-    "a count of 16 bits": torch.tensor(4, dtype=torch.int16),
-    "float32": torch.tensor(4.0),
-    "float64, in a list": torch.tensor([4.0], dtype=torch.float64),
-}
-
-
-@pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("factor", [0, 1])
-def test_sums_are_divided_by_their_weight(name, factor):
-    """Whatever kind of number it is; sums of no weight are zeros, and stay that."""
-    state = make(optimizer=partial(torch.optim.SGD, lr=1.0))
-    before = {name: each.clone() for name, each in state.params.items()}
-    _, grads = af.value_and_grad(loss)(state, X)
-    sums = {name: torch.full_like(each, factor) for name, each in before.items()}
-    grads = grads.with_sums(sums, WEIGHTS[name] * factor)
-    assert float(grads.weight) == 4 * factor
-    state = af.apply_grads(state, grads)
-    for key, each in state.params.items():
-        torch.testing.assert_close(each, before[key] - factor / 4)
-
-
-def test_a_weight_is_exact():
-    """A whole number that float32 has not is divided by as it is."""
-    _, grads = af.value_and_grad(loss)(make(), X)
-    weight = torch.tensor(2**24 + 1)
-    assert int(grads.with_sums(grads.tensors, weight).weight) == 2**24 + 1
-
-
-@pytest.mark.parametrize(
-    ("weight", "shown"),
-    [
-        (torch.ones((), dtype=torch.bfloat16), r"\(\) bfloat16"),
-        (torch.ones((), dtype=torch.float16), r"\(\) float16"),
-        (torch.ones((), dtype=torch.complex64), ".*complex64"),
-        (torch.ones(2), r"\(2,\)"),
-        (torch.ones(0), r"\(0,\)"),
-        (float("inf"), "inf"),
-        (float("nan"), "nan"),
-        ("4", "'4'"),
-        (None, "None"),
-    ],
-)
-def test_what_is_no_weight_of_sums_is_refused(weight, shown):
-    """A sum of counts that 16 bits would round, several numbers, or none."""
-    _, grads = af.value_and_grad(loss)(make(), X)
-    with pytest.raises(
-        af.errors.GradsError, match=rf"weight={shown}.*at least 32 bits"
-    ):
-        grads.with_sums(grads.tensors, weight)
 
 
 @pytest.mark.parametrize("setup", SETUPS)
@@ -426,15 +221,15 @@ def test_finalize_without_debts_gives_the_state():
     assert values(state) == values(af.finalize(state))
 
 
-class Records(TorchDispatchMode):
-    """Notes the operators that run inside."""
+class Operators(TorchDispatchMode):
+    """The names of the operators that run inside."""
 
     def __init__(self):
         super().__init__()
-        self.seen = set()
+        self.names = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.add(str(func))
+        self.names.add(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -448,7 +243,7 @@ def test_the_steady_loop_reads_nothing_back():
         af.ema(0.9),
         af.local_sgd(sync_every=2),
     )
-    state = af.TrainState.create(
+    state = create(
         model=net,
         optimizer=partial(torch.optim.AdamW, lr=0.1, fused=True),
         schedule=af.schedules.linear(9),
@@ -457,20 +252,148 @@ def test_the_steady_loop_reads_nothing_back():
     )
     seen = set()
     for batch in af.batches(state, until_epoch=3):
-        with Records() as records:
+        with Operators() as operators:
             state, _ = STEP(state, batch)
         if state.step > 2:
-            seen |= records.seen
+            seen |= operators.names
     assert any("_fused_adamw" in name for name in seen)
     assert not any("_local_scalar_dense" in name or "item" in name for name in seen)
 
 
 def test_a_loss_that_is_a_view_of_a_parameter_is_what_it_was():
     """The metrics of a step are of the parameters with which it began."""
-    state = af.TrainState.create(
+    state = create(
         model=lambda: nn.Linear(1, 3), optimizer=partial(torch.optim.SGD, lr=1.0)
     )
     before = float(state.params["bias"][0])
     step = af.make_step(lambda net, _: net.bias[0])
     after, metrics = step(state, torch.ones(2, 1))
     assert float(metrics["loss"]) == before == float(after.params["bias"][0]) + 1
+
+
+# Batches and gradients that do not fit.
+
+
+@pytest.mark.parametrize(
+    "value", [X, (X[:4], X[4:]), [X], [], [X] * 3, None, iter([X])]
+)
+def test_plain_value_under_accumulation(value):
+    """Anything but a list of the right number is refused with what it is."""
+    state = make("rich")
+    with pytest.raises(BatchError, match=r"num_micro_batches=2.*list of 2"):
+        STEP(state, value)
+    assert state.copy().step == 2
+    batch = next(iter(af.batches(state)))
+    with pytest.raises(BatchError, match=r"2 micro-batches.*micro_batches"):
+        STEP(state.with_setup(af.chain()), batch)
+
+
+def test_gradients_of_another_update():
+    """Stale gradients are refused with both numbers; nor may new ones be added to them."""
+    state = make()
+    _, grads = COMPUTE(state, X)
+    after, _ = STEP(state, X)
+    adds = lambda state, grads: COMPUTE(state, X, into=grads)  # noqa: E731
+    for use in (af.apply_grads, af.sync_grads, adds):
+        with pytest.raises(GradsError, match=r"update 2.*update 3") as caught:
+            use(after, grads)
+        assert isinstance(caught.value, ValueError)
+    STEP(after, X)
+
+
+WRONG = {
+    "unknown": (lambda g: {**g, "extra": X}, "extra"),
+    "shape": (lambda g: {**g, "0.bias": torch.zeros(7)}, r"0\.bias"),
+    "dtype": (lambda g: {**g, "0.bias": g["0.bias"].double()}, r"0\.bias"),
+    "number": (lambda g: {**g, "0.bias": 3.0}, r"0\.bias"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_gradients_that_do_not_fit(case):
+    """Gradients of unknown names or wrong shapes are named; the state is as it was."""
+    change, words = WRONG[case]
+    state = make()
+    before = values(state)
+    _, grads = COMPUTE(state, X)
+    wrong = grads.with_tensors(change(dict(grads.tensors)))
+    with pytest.raises(GradsError, match=words):
+        af.apply_grads(state, wrong)
+    with pytest.raises(GradsError, match=words):
+        COMPUTE(state, X, into=wrong)
+    assert before == values(state)
+    assert values(STEP(make(), X)[0]) == values(STEP(state, X)[0])
+
+
+@pytest.mark.parametrize("given", [None, {"0.bias": torch.zeros(4)}, X], ids=type)
+def test_what_is_no_record_of_gradients_is_refused(given):
+    """A dict of gradients, a tensor or nothing is named by what it is."""
+    words = f"that af.value_and_grad returned, got {type(given).__name__}"
+    for use in (af.apply_grads, af.sync_grads):
+        with pytest.raises(GradsError, match=words):
+            use(make(), given)
+    if given is not None:
+        with pytest.raises(GradsError, match=words):
+            COMPUTE(make(), X, into=given)
+
+
+def test_gradients_are_reduced_once():
+    """Among ranks, those that nothing reduces are refused, and so are reduced ones elsewhere."""
+    # rank 0 of a world of two whose group refuses any collective
+    world = af.World(rank=0, size=2, group=dist.ProcessGroup(0, 2))
+    state = create(model=net, world=world)
+    before = values(state)
+    _, grads = COMPUTE(state, X)
+    assert not grads.reduced
+    words = r"not reduced over the 2 ranks.*wrap_ddp.*sync_grads"
+    with pytest.raises(GradsError, match=words):
+        af.apply_grads(state, grads)
+    with pytest.raises(GradsError, match=words):
+        STEP(state, X)
+    reduced = attrs.evolve(COMPUTE(state, X)[1], reduced=True)
+    with pytest.raises(GradsError, match=r"reduced over the ranks.*sync=False"):
+        COMPUTE(state, X, into=reduced)
+    with pytest.raises(GradsError, match="already reduced over the ranks"):
+        af.sync_grads(state, reduced)
+    assert before == values(state)
+
+
+WEIGHTS = [4, 4.0, torch.tensor(4, dtype=torch.int16), torch.tensor([4.0]).double()]
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("factor", [0, 1])
+def test_sums_are_divided_by_their_weight(weight, factor):
+    """Whatever kind of number it is; sums of no weight are zeros, and stay that."""
+    state = make(optimizer=partial(torch.optim.SGD, lr=1.0))
+    before = {name: each.clone() for name, each in state.params.items()}
+    _, grads = COMPUTE(state, X)
+    exact = torch.tensor(2**24 + 1)  # which float32 has not
+    assert int(grads.with_sums(grads.tensors, exact).weight) == 2**24 + 1
+    sums = {name: torch.full_like(each, factor) for name, each in before.items()}
+    grads = grads.with_sums(sums, weight * factor)
+    assert float(grads.weight) == 4 * factor
+    state = af.apply_grads(state, grads)
+    for key, each in state.params.items():
+        torch.testing.assert_close(each, before[key] - factor / 4)
+
+
+NO_WEIGHTS = [
+    (torch.ones((), dtype=torch.bfloat16), r"\(\) bfloat16"),
+    (torch.ones((), dtype=torch.float16), r"\(\) float16"),
+    (torch.ones((), dtype=torch.complex64), ".*complex64"),
+    (torch.ones(2), r"\(2,\)"),
+    (torch.ones(0), r"\(0,\)"),
+    (float("inf"), "inf"),
+    (float("nan"), "nan"),
+    ("4", "'4'"),
+    (None, "None"),
+]
+
+
+@pytest.mark.parametrize(("weight", "shown"), NO_WEIGHTS)
+def test_what_is_no_weight_of_sums_is_refused(weight, shown):
+    """A sum of counts that 16 bits would round, several numbers, or none."""
+    _, grads = COMPUTE(make(), X)
+    with pytest.raises(GradsError, match=rf"weight={shown}.*at least 32 bits"):
+        grads.with_sums(grads.tensors, weight)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values of any container go through a step; what is no tensor is left alone."""
 
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,75 +13,14 @@ from accelfn.testing import simulate
 from tests.internals import tree
 from tests.states import linear_state
 
-Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024 - a plain one is what is tested
 X, Y = torch.linspace(-1, 1, 12).reshape(4, 3), torch.linspace(0, 1, 4)
-
-
-def make(**options):
-    """Return a small state."""
-    return linear_state(3, **options)
-
-
-VALUES = {
-    "tensor": X,
-    "tuple": (X, Y),
-    "namedtuple": Pair(X, Y),
-    "dict": {"x": X, "y": Y, "note": "text", "none": None},
-    "ordered": OrderedDict(x=X, y=Y),
-    "nested": {"a": [X, (Y, {"b": 3})]},
-}
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_value_arrives_as_it_is(name):
-    """A loss gets a plain value itself, whatever it holds; its rows are the weight."""
-    value, seen = VALUES[name], []
-
-    def loss(model, batch):
-        seen.append(batch)
-        return model(X).mean()
-
-    _, metrics = af.make_step(loss)(make(), value)
-    assert seen[0] is value
-    assert metrics.sums["loss"].weight == 4
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_micro_batches_keep_the_container(name):
-    """Splitting keeps every container's kind and hands other leaves to all parts."""
-    value = VALUES[name]
-    parts = af.micro_batches(value, 2)
-    assert [type(value)] * 2 == [type(part) for part in parts]
-    if name == "nested":
-        assert [part["a"][1][1]["b"] for part in parts] == [3, 3]
-
-
-@pytest.mark.parametrize("value", [None, "text", 3, (X, torch.zeros(7))])
-def test_value_without_one_number_of_rows(value):
-    """A lone mean over a value whose rows cannot be told has weight 1."""
-    _, metrics = af.make_step(lambda model, _: model(X).mean())(make(), value)
-    assert metrics.sums["loss"].weight == 1
-
-
-def test_micro_batch_without_rows_cannot_be_weighed():
-    """Under accumulation a mean needs its rows; the refusal says what to return."""
-    state = make(setup=af.accumulate(num_micro_batches=2))
-    with pytest.raises(af.errors.BatchError, match=r"number of samples.*af\.Loss"):
-        af.make_step(lambda model, _: model(X).mean())(state, ["a", "b"])
-    assert state.copy().step == 0
-
-
-def test_micro_batch_without_rows_with_a_weight():
-    """With af.Loss it needs none."""
-    state = make(setup=af.accumulate(num_micro_batches=2))
-    loss = lambda model, _: af.Loss(model(X).sum(), 4)  # noqa: E731
-    state, _ = af.make_step(loss)(state, ["a", "b"])
-    assert state.step == 1
 
 
 def test_slots_are_copied_deeply():
     """A copy's slot shares neither tensors nor containers with the first."""
-    state = make().with_slot("mine", {"t": torch.zeros(2), "list": [1, {"a": 2}]})
+    state = linear_state().with_slot(
+        "mine", {"t": torch.zeros(2), "list": [1, {"a": 2}]}
+    )
     copied = state.copy()
     copied.slots["mine"]["t"] += 1
     copied.slots["mine"]["list"][1]["a"] = 3

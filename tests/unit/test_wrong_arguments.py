@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a newcomer gives in a wrong place is named, with what was expected there."""
+"""What a newcomer gives in a wrong place is rejected, with what was expected there."""
 
+import math
 import warnings
 from datetime import timedelta
 from functools import partial
@@ -8,51 +9,30 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 import accelfn as af
-from accelfn import testing
-from accelfn.errors import (
-    ArgumentError,
-    BatchError,
-    CallError,
-    GradsError,
-    LossError,
-    ModelError,
-    NonFiniteLossError,
-    OptimizerError,
-    RecordError,
-    StateError,
-    WorldError,
-)
+from accelfn import errors, testing
+from accelfn.errors import ArgumentError, CallError
 from accelfn.testing import simulate
+from tests.laws.worlds import single
+from tests.states import SGD, STEP, square
+from tests.states import create as create_state
 
 X = torch.ones(8, 3)
-sgd = partial(torch.optim.SGD, lr=0.1)
-
-
-def loss_fn(net, batch):
-    return net(batch).square().mean()
+DATA = af.Data(X, global_batch_size=4)
+GRADS_OF = af.value_and_grad(square)
 
 
 def create(setup=None, **changes):
-    given = {
-        "model": lambda: nn.Linear(3, 1),
-        "optimizer": sgd,
-        "data": af.Data(X, global_batch_size=4),
-        "setup": setup,
-        **changes,
-    }
-    if "world" not in given:
-        given["world"] = af.World.single(device="cpu")
-    return af.TrainState.create(**given)
+    given = {"model": lambda: nn.Linear(3, 1), "data": DATA}
+    return create_state(setup=setup, **{**given, **changes})
 
 
-step = af.make_step(loss_fn)
-grads_of = af.value_and_grad(loss_fn)
 TAKE_A_STATE = {
-    "step": lambda value: step(value, X),
-    "donate=False": lambda value: step(value, X, donate=False),
-    "value_and_grad": lambda value: grads_of(value, X),
+    "step": lambda value: STEP(value, X),
+    "donate=False": lambda value: STEP(value, X, donate=False),
+    "value_and_grad": lambda value: GRADS_OF(value, X),
     "apply_grads": lambda value: af.apply_grads(value, None),
     "sync_grads": lambda value: af.sync_grads(value, None),
     "finalize": af.finalize,
@@ -66,24 +46,21 @@ TAKE_A_STATE = {
     "rng": lambda value: af.fork_rng(value, "noise"),
     "save": lambda value: af.save(value, "nowhere"),
     "load": lambda value: af.load(value, "nowhere"),
-    "evaluate": lambda value: af.evaluate(
-        value, af.Data(X, global_batch_size=4), loss_fn
-    ),
-    "predict": lambda value: next(
-        iter(af.predict(value, af.Data(X, global_batch_size=4), loss_fn))
-    ),
+    "evaluate": lambda value: af.evaluate(value, DATA, square),
+    "predict": lambda value: next(iter(af.predict(value, DATA, square))),
+    "agree": af.assert_replicas_agree,
 }
 
 
 @pytest.mark.parametrize("name", TAKE_A_STATE)
 def test_what_takes_a_state_takes_nothing_else(name):
-    """What a step returned, a batch, a function or a path is not taken for a state."""
-    for value in (X, "state", step, None):
-        shown = type(value).__name__
-        with pytest.raises(ArgumentError, match=f"expected a TrainState, got {shown}"):
+    """What a step returned, a batch, a function, a module or a path is not taken for a state."""
+    for value in (X, "state", STEP, None, nn.Linear(1, 1)):
+        words = f"expected a TrainState, got {type(value).__name__}"
+        with pytest.raises(ArgumentError, match=words):
             TAKE_A_STATE[name](value)
     with pytest.raises(ArgumentError, match=r"state, metrics = step\(state, batch\)"):
-        TAKE_A_STATE[name](step(create(), X))
+        TAKE_A_STATE[name](STEP(create(), X))
 
 
 class Wrapped(nn.parallel.DistributedDataParallel):
@@ -95,11 +72,30 @@ class Wrapped(nn.parallel.DistributedDataParallel):
 
 def traced():
     """Return a model that torch.jit compiled, of which torch says that it is deprecated."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         return nn.Sequential(torch.jit.trace(nn.Linear(3, 1), X))
 
 
+class Rateless(torch.optim.Optimizer):
+    """Has no learning rate."""
+
+    def __init__(self, named):
+        super().__init__(named, {"speed": 0.1})
+
+    def step(self, closure=None):
+        del closure
+
+
+def scheduled():
+    """Return an instance of an optimizer for which torch's scheduler was created."""
+    model = nn.Linear(3, 1)
+    optimizer = SGD(model.parameters())
+    StepLR(optimizer, 1)
+    return {"model": model, "optimizer": optimizer}
+
+
+STEP_LR = r"from_torch\(factory\).*lr_scheduler\.StepLR"
+INTEGER = "seed=.*integer"
 CREATE = {
     "a class": (
         {"model": nn.Linear},
@@ -110,23 +106,17 @@ CREATE = {
         r"optimizer=.*a list of \(name, parameter\)",
     ),
     "a scheduler's class": (
-        {"schedule": torch.optim.lr_scheduler.StepLR},
+        {"schedule": StepLR},
         "expected a function of the update number.*from_torch",
     ),
-    "a scheduler": (
-        {"schedule": torch.optim.lr_scheduler.StepLR(sgd([nn.Parameter(X)]), 1)},
-        r"from_torch\(factory\).*lr_scheduler\.StepLR",
-    ),
-    "a scheduler's factory": (
-        {"schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=1)},
-        r"from_torch\(factory\).*lr_scheduler\.StepLR",
-    ),
+    "a scheduler": ({"schedule": StepLR(SGD([nn.Parameter(X)]), 1)}, STEP_LR),
+    "a scheduler's factory": ({"schedule": partial(StepLR, step_size=1)}, STEP_LR),
     "a schedule of two arguments": (
         {"schedule": lambda update, warmup: update / warmup},
         r"schedule\(update\).*missing.*'warmup'.*partial",
     ),
     "two optimizers": (
-        {"optimizer": [sgd([nn.Parameter(X)]), sgd([nn.Parameter(X)])]},
+        {"optimizer": [SGD([nn.Parameter(X)]), SGD([nn.Parameter(X)])]},
         r"optimizer=list.*af\.combine_optimizers",
     ),
     "wrapped by hand": (
@@ -142,15 +132,143 @@ CREATE = {
         r"local_sgd\(neighbours=\{2: 2\}\).*the 1 ranks .* cannot be divided",
     ),
     "a list": ({"setup": [af.ema(0.5)]}, r"af\.chain\(\*transforms\)"),
+    "a scheduler of the optimizer": (scheduled(), "from_torch"),
+    "no rate": (
+        {"optimizer": Rateless, "schedule": af.schedules.constant()},
+        "set 'lr', .* only 'speed'",
+    ),
+    "text": ({"seed": "0"}, INTEGER),
+    "a float": ({"seed": 1.0}, INTEGER),
+    "a truth": ({"seed": True}, INTEGER),
+    "no seed": ({"seed": None}, INTEGER),
+    "a name": ({"schedule": "cosine"}, r"schedule='cosine'.*af\.schedules"),
+    "batches": ({"data": [X]}, r"data=list.*af\.Data"),
+    "a tensor": ({"data": X}, r"data=Tensor.*af\.Data"),
+    "a number of ranks": ({"world": 2}, "world=2"),
 }
 
 
 @pytest.mark.parametrize("case", CREATE)
 def test_create_names_what_it_was_given(case):
     """Not what Python says of the call inside."""
-    changes, said = CREATE[case]
-    with pytest.raises(af.errors.Error, match=said):
+    changes, words = CREATE[case]
+    with pytest.raises(errors.Error, match=words):
         create(**changes)
+
+
+REJECTED = [
+    (
+        lambda: STEP(nn.Linear(3, 1), X),
+        ArgumentError,
+        r"Pass the state that TrainState\.create",
+    ),
+    (
+        lambda: STEP(create().params, X),
+        ArgumentError,
+        r"Pass the state that TrainState\.create",
+    ),
+    (
+        lambda: STEP(create(), X[:0]),
+        errors.NonFiniteLossError,
+        "for a batch without samples",
+    ),
+    (
+        lambda: setattr(af.ema(0.5), "decay", 0.9),
+        errors.RecordError,
+        r"cannot set its decay.*its slot",
+    ),
+    (
+        lambda: af.transform(
+            type(
+                "Scaled",
+                (),
+                {"__init__": lambda self, scale: setattr(self, "scale", scale)},
+            )
+        ),
+        ArgumentError,
+        r"Scaled must not define __init__.*scale: float",
+    ),
+    (lambda: simulate(2, lambda: 1), ArgumentError, r"fn\(world\).*too many"),
+    (
+        lambda: testing.check_step(STEP, states=create_nothing),
+        ArgumentError,
+        r"check_step\(states=.*a function of a w",
+    ),
+    (
+        lambda: testing.check_resume(create_nothing, 2),
+        ArgumentError,
+        r"check_resume\(make\).*a function of a w",
+    ),
+    (
+        lambda: testing.check_step(STEP),
+        CallError,
+        r"Write testing\.check_step\(step, states=",
+    ),
+    (
+        lambda: simulate(2, print, schedules=[0]),
+        CallError,
+        "no argument schedules=; did you mean schedule=",
+    ),
+    (
+        lambda: af.make_step(lambda net, x: af.Loss(net(x).sum(), 8, grad_norm=3.0))(
+            create(af.clip_grad_norm(1.0)), X
+        ),
+        errors.LossError,
+        "both report a metric 'grad_norm'",
+    ),
+    (lambda: af.ema(0.9)(single()), ArgumentError, "A setup takes a TrainState"),
+    (lambda: af.transform(square), ArgumentError, "expected a class"),
+    (
+        lambda: af.Metrics({"a": "x"}),
+        ArgumentError,
+        r"Metrics.*expected \(total, weight\)",
+    ),
+    (lambda: af.save(create(), None), ArgumentError, "the path of a directory"),
+    # a test that forgets to pass its world on would test nothing, and pass
+    (
+        lambda: simulate(2, lambda _: create(world=None)),
+        errors.WorldError,
+        "Use the World that you",
+    ),
+    (
+        lambda: simulate(2, lambda _: af.World.single()),
+        errors.WorldError,
+        "Use the World that you",
+    ),
+    (
+        lambda: af.borrow_model(create())(X),
+        errors.StateError,
+        "Write `with af.borrow_model",
+    ),
+    (
+        lambda: af.Data((X.tolist(), [0] * 8), global_batch_size=4),
+        errors.DataError,
+        r"torch\.tensor\(inputs\)",
+    ),
+    (
+        lambda: af.make_step(nn.CrossEntropyLoss),
+        ArgumentError,
+        "a loss function of torch",
+    ),
+    (
+        lambda: af.make_step(nn.CrossEntropyLoss()),
+        ArgumentError,
+        "a loss function of torch",
+    ),
+    (lambda: af.make_step(3), ArgumentError, "model, batch"),
+    (lambda: af.value_and_grad(3), ArgumentError, "model, batch"),
+]
+
+
+def create_nothing():
+    """Take no world."""
+
+
+@pytest.mark.parametrize(("call", "error", "words"), REJECTED)
+def test_wrong_arguments_are_rejected(call, error, words):
+    """By the function that was called, before anything is computed."""
+    with pytest.raises(error, match=words):
+        call()
 
 
 def test_a_state_is_made_by_create():
@@ -160,32 +278,22 @@ def test_a_state_is_made_by_create():
     assert "cursor=..." not in str(e.value)
 
 
-def test_the_best_is_best_by_a_metric(tmp_path):
-    """Without one nothing is kept for being best, whatever is said to be."""
-    with pytest.raises(ArgumentError, match="no effect without keep_best="):
-        af.CheckpointStore(tmp_path, best_is="max")
+METRIC = "expected the name of a metric"
+STORES = [
+    ({"keep_best": 3}, rf"keep_best=3\): {METRIC}"),
+    ({"keep_best": ["loss"]}, rf"keep_best=\['loss'\]\): {METRIC}"),
+    ({"keep_best": "loss", "best_is": "low"}, r"best_is='low'.*\"min\" or \"max\""),
+    ({"keep": 0}, r"keep=0\): expected an integer of at least 1, or None to keep all"),
+    ({"every": timedelta()}, r"every=.*\): expected a number of updates, a timed"),
+    ({"every": timedelta(seconds=-1)}, r"every=.*\): expected a number of updates"),
+    ({"best_is": "max"}, "no effect without keep_best="),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"keep_best": 3}, r"keep_best=3\): expected the name of a metric"),
-        (
-            {"keep_best": ["loss"]},
-            r"keep_best=\['loss'\]\): expected the name of a metric",
-        ),
-        ({"keep_best": "loss", "best_is": "low"}, r"best_is='low'.*\"min\" or \"max\""),
-        (
-            {"keep": 0},
-            r"keep=0\): expected an integer of at least 1, or None to keep all",
-        ),
-        ({"every": timedelta()}, r"every=.*\): expected a number of updates, a timed"),
-        ({"every": timedelta(seconds=-1)}, r"every=.*\): expected a number of updates"),
-    ],
-)
-def test_what_a_store_cannot_follow_is_refused(tmp_path, options, said):
+@pytest.mark.parametrize(("options", "words"), STORES)
+def test_what_a_store_cannot_follow_is_refused(tmp_path, options, words):
     """Before its directory is made, with the option and what it was given."""
-    with pytest.raises(ArgumentError, match=said):
+    with pytest.raises(ArgumentError, match=words):
         af.CheckpointStore(tmp_path / "runs", **options)
     assert not (tmp_path / "runs").exists()
 
@@ -197,27 +305,14 @@ def test_a_factory_of_a_model_is_none_of_an_optimizer():
     assert "a list of (name, parameter)" in "\n".join(raised.value.__notes__)
 
 
-def test_a_model_is_no_state():
-    """Nor are its parameters, as others step them."""
-    for value in (nn.Linear(3, 1), create().params):
-        with pytest.raises(
-            ArgumentError, match=r"Pass the state that TrainState\.create"
-        ):
-            step(value, X)
-
-
-def test_a_batch_without_samples_is_named():
-    with pytest.raises(NonFiniteLossError, match="for a batch without samples"):
-        step(create(), X[:0])
-
-
 def test_a_loop_that_loses_its_state_is_told_so():
     """It keeps the state that it had, which apply_grads did not get."""
     state = create()
     first, second = af.batches(state, until_epoch=1)
-    grads_of(state, first)
-    with pytest.raises(BatchError, match=r"state = af\.apply_grads\(state, grads\)"):
-        grads_of(state, second)
+    GRADS_OF(state, first)
+    words = r"state = af\.apply_grads\(state, grads\)"
+    with pytest.raises(errors.BatchError, match=words):
+        GRADS_OF(state, second)
 
 
 def test_a_lent_module_is_not_frozen():
@@ -231,111 +326,67 @@ def test_a_lent_module_is_not_frozen():
             if error is not None:
                 raise error
 
-    with pytest.raises(StateError, match=r"requires_grad of bias.*with_trainable"):
+    with pytest.raises(
+        errors.StateError, match=r"requires_grad of bias.*with_trainable"
+    ):
         freeze("bias")
     freeze("bias", "weight")
     with pytest.raises(KeyError, match="mine"):
         freeze("bias", error=KeyError("mine"))
 
 
-def test_a_transform_keeps_its_options():
-    """It has no __init__ of its own, and what it remembers is its slot."""
-    with pytest.raises(RecordError, match=r"cannot set its decay.*its slot"):
-        af.ema(0.5).decay = 0.9
-    body = {"__init__": lambda self, scale: setattr(self, "scale", scale)}
-    with pytest.raises(
-        ArgumentError, match=r"Scaled must not define __init__.*scale: float"
-    ):
-        af.transform(type("Scaled", (), body))
-
-
-def test_what_ranks_call_takes_a_world():
-    """A function without it is refused before a rank begins; a call that cannot be, too."""
-    with pytest.raises(ArgumentError, match=r"fn\(world\).*too many"):
-        simulate(2, lambda: 1)
-    with pytest.raises(ArgumentError, match=r"check_step\(states=.*a function of a w"):
-        testing.check_step(step, states=create_nothing)
-    with pytest.raises(ArgumentError, match=r"check_resume\(make\).*a function of a w"):
-        testing.check_resume(create_nothing, 2)
-    with pytest.raises(CallError, match=r"Write testing\.check_step\(step, states="):
-        testing.check_step(step)
-    with pytest.raises(
-        CallError, match="no argument schedules=; did you mean schedule="
-    ):
-        simulate(2, print, schedules=[0])
-
-
-def create_nothing():
-    """Take no world."""
-
-
-def test_a_torch_scheduler_would_have_no_effect():
-    """It would set the rate of an optimizer that trains no more."""
-    net = nn.Linear(3, 1)
-    optimizer = sgd(net.parameters())
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(OptimizerError, match="from_torch"):
-        create(model=net, optimizer=optimizer)
-
-
-def test_a_schedule_needs_a_rate():
-    class Rateless(torch.optim.Optimizer):
-        def __init__(self, named):
-            super().__init__(named, {"speed": 0.1})
-
-        def step(self, closure=None):
-            del closure
-
-    with pytest.raises(OptimizerError, match="set 'lr', .* only 'speed'"):
-        create(optimizer=Rateless, schedule=af.schedules.constant())
-
-
 def transform_of(**methods):
     """Return a transform with methods that return something."""
-
-    def returning(value):
-        def method(self, *given):
-            del self, given
-            return value
-
-        return method
-
-    body = {name: returning(value) for name, value in methods.items()}
+    body = {name: lambda *_, found=found: found for name, found in methods.items()}
     return af.transform(type("Wrong", (), body))()
 
 
-def a_round(state):
-    """Use all of a setup."""
-    for batch in af.batches(state, until_epoch=1):
-        state, _ = step(state, batch)
-        break
-    af.eval_params(state)
-    af.finalize(state)
+FIELDS = (
+    *("data", "loss", "value_and_grad", "hyper", "eval_params"),
+    *("module", "grads", "after_update", "finalize"),
+)
 
 
 @pytest.mark.parametrize("value", [None, "x", 3.5j, ("x", None)])
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("data", "loss", "value_and_grad", "hyper", "eval_params"),
-        *("module", "grads", "after_update", "finalize"),
-    ],
-)
+@pytest.mark.parametrize("name", FIELDS)
 def test_what_a_transform_returns_is_looked_at(name, value):
     """A method that forgot its return is named, with what it is to return."""
-    wrong = transform_of(**{name: value})
+
+    def train():
+        state = create(transform_of(**{name: value}))
+        state, _ = STEP(state, next(iter(af.batches(state))))
+        af.eval_params(state)
+        af.finalize(state)
+
     with pytest.raises(ArgumentError, match=rf"Wrong\(\)\.{name} returned .*expected"):
-        a_round(create(wrong))
+        train()
 
 
-@pytest.mark.parametrize("rate", [float("nan"), float("inf"), "x", None])
+@pytest.mark.parametrize("rate", [math.nan, math.inf, "x", None])
 def test_a_rate_is_a_finite_number(rate):
     """One that is none would make the parameters what no later step can mend."""
     state = create(transform_of(hyper=({"lr": rate}, None)))
     before = state.params["weight"].clone()
-    with pytest.raises(OptimizerError, match="for 'lr'; expected a finite number"):
-        step(state, X)
+    words = "for 'lr'; expected a finite number"
+    with pytest.raises(errors.OptimizerError, match=words):
+        STEP(state, X)
     assert torch.equal(state.params["weight"], before)
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, torch.tensor(math.nan)])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_rate_that_is_no_number_is_refused(rate, first):
+    """In any group, also of one part of several optimizers."""
+
+    def groups(named):
+        rates = (rate, 0.1) if first else (0.1, rate)
+        pairs = zip(named, rates, strict=True)
+        return torch.optim.Adam([{"params": [p], "lr": lr} for (_, p), lr in pairs])
+
+    for optimizer in (groups, af.combine_optimizers((lambda *_: True, groups))):
+        words = r"lr=(nan|inf) in parameter group"
+        with pytest.raises(errors.OptimizerError, match=words):
+            create(optimizer=optimizer)
 
 
 @pytest.mark.parametrize("retain", [False, True])
@@ -343,42 +394,16 @@ def test_the_backward_pass_is_the_step_s(retain):
     """A loss function that runs one of its own would have its gradients counted twice."""
 
     def eager(net, batch):
-        loss = loss_fn(net, batch)
+        loss = square(net, batch)
         loss.backward(retain_graph=retain)
         return loss
 
     state = create()
-    with pytest.raises(LossError, match=r"Remove loss\.backward\(\)"):
+    with pytest.raises(errors.LossError, match=r"Remove loss\.backward\(\)"):
         af.make_step(eager)(state, X)
-    after, _ = step(state, X)
-    expected, _ = step(create(), X)
+    after, _ = STEP(state, X)
+    expected, _ = STEP(create(), X)
     assert torch.equal(after.params["weight"], expected.params["weight"])
-
-
-def test_a_number_has_one_name():
-    """What the loss reports is not overwritten by what a transform does."""
-    state = create(af.clip_grad_norm(1.0))
-    with pytest.raises(LossError, match="both report a metric 'grad_norm'"):
-        af.make_step(lambda net, x: af.Loss(net(x).sum(), 8, grad_norm=3.0))(state, X)
-
-
-def test_other_things_that_are_not_what_they_are_taken_for():
-    with pytest.raises(ArgumentError, match="A setup takes a TrainState"):
-        af.ema(0.9)(af.World.single(device="cpu"))
-    with pytest.raises(ArgumentError, match="expected a class"):
-        af.transform(loss_fn)
-    with pytest.raises(ArgumentError, match=r"Metrics.*expected \(total, weight\)"):
-        af.Metrics({"a": "x"})
-    with pytest.raises(ArgumentError, match="the path of a directory"):
-        af.save(create(), None)
-
-
-def test_a_simulated_rank_has_its_world():
-    """A test that forgets to pass it on would test nothing, and pass."""
-    with pytest.raises(WorldError, match="Use the World that you"):
-        simulate(2, lambda _: create(world=None))
-    with pytest.raises(WorldError, match="Use the World that you"):
-        simulate(2, lambda _: af.World.single())
 
 
 def test_what_is_made_in_inference_mode_can_be_trained():
@@ -386,16 +411,17 @@ def test_what_is_made_in_inference_mode_can_be_trained():
     with torch.inference_mode():
         state = create(af.ema(0.5))
         teacher = af.snapshot_model(state, at="eval")
-    state, _ = step(state, X)
+    state, _ = STEP(state, X)
     af.make_step(lambda net, x: (net(x) * teacher(x)).mean())(state, X)
+
+
+EMBEDDING = {"model": partial(nn.Embedding, 4, 2, sparse=True), "data": None}
 
 
 @pytest.mark.parametrize("value", [1.0, torch.inf, torch.nan])
 def test_sparse_gradients_are_looked_at(value):
     """One rank may have them, and an update is skipped for their values as for others'."""
-    state = create(
-        af.skip_nonfinite(), model=lambda: nn.Embedding(4, 2, sparse=True), data=None
-    )
+    state = create(af.skip_nonfinite(), **EMBEDDING)
     step = af.make_step(lambda net, ids: net(ids).sum() * value)
     state, metrics = step(state, torch.tensor([0, 0, 1]))
     is_finite = value == 1
@@ -405,35 +431,112 @@ def test_sparse_gradients_are_looked_at(value):
 
 def test_sparse_gradients_are_refused_by_name():
     """They lie in no bucket, and in no flat vector."""
-    ids = torch.tensor([0, 1])
 
     def train(world, *setup, by_hand=False):
-        state = create(
-            af.chain(*setup),
-            model=lambda: nn.Embedding(4, 2, sparse=True),
-            data=None,
-            world=world,
-        )
+        state = create(af.chain(*setup), **EMBEDDING, world=world)
         compute = af.value_and_grad(lambda net, x: net(x).sum(1).mean())
-        _, grads = compute(state, ids)
+        _, grads = compute(state, torch.tensor([0, 1]))
         if by_hand:
             af.sync_grads(state, grads)
 
-    with pytest.raises(GradsError, match="weight are sparse"):
+    with pytest.raises(errors.GradsError, match="weight are sparse"):
         simulate(2, partial(train, by_hand=True))
-    setup = af.wrap_ddp(), af.compress_grads("fp16")
-    with pytest.raises(ModelError, match="weight are sparse"):
-        simulate(2, lambda world: train(world, *setup))
+    with pytest.raises(errors.ModelError, match="weight are sparse"):
+        simulate(
+            2, lambda world: train(world, af.wrap_ddp(), af.compress_grads("fp16"))
+        )
 
 
 def test_a_refused_step_leaves_no_plan():
     """Under optimizer_in_backward a step that was refused does not train later."""
     state = create(af.optimizer_in_backward())
     batch = next(iter(af.batches(state)))
-    state, _ = step(state, batch)
-    with pytest.raises(BatchError):
-        step(state, batch)
+    state, _ = STEP(state, batch)
+    with pytest.raises(errors.BatchError):
+        STEP(state, batch)
     before = state.params["weight"].clone()
-    with pytest.raises(GradsError):
-        grads_of(state, X)
+    with pytest.raises(errors.GradsError):
+        GRADS_OF(state, X)
     assert torch.equal(state.params["weight"], before)
+
+
+def test_inputs_and_targets_are_no_two_micro_batches():
+    """A list of both, as torch's DataLoader gives it, is told from a list of two batches."""
+    inputs = torch.ones(4, 3)
+    state = create(af.accumulate(num_micro_batches=2))
+    for targets in (torch.ones(4), torch.ones(4, 1, dtype=torch.int64)):
+        with pytest.raises(errors.BatchError, match=r"of different kinds.*\(4, 3\)"):
+            STEP(state, [inputs, targets])
+    STEP(state, [inputs, inputs[:1]])
+
+
+def test_a_schedule_below_zero_is_refused():
+    """It would climb, where it goes on behind its end."""
+    state = create(schedule=lambda update: 1 - update / 2)
+    for _ in range(3):
+        state, _ = STEP(state, X)
+    with pytest.raises(
+        ArgumentError, match=r"returned -0\.5 for update 3\. .* 0 or more"
+    ):
+        STEP(state, X)
+
+
+def test_a_barrier_in_main_first_does_not_let_the_others_in():
+    """The others wait for the end of the block, and another call is another."""
+
+    def fn(world):
+        with af.main_first(world):
+            af.barrier(world)
+
+    with pytest.raises(errors.CollectiveMismatchError, match="main_first"):
+        simulate(2, fn)
+
+
+@pytest.mark.parametrize("use", [lambda m: m[0], len, list])
+def test_a_sequence_that_was_given_away_says_so(use):
+    """Whatever way it is asked for its layers."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    create(model=model)
+    words = "passed this .* to TrainState.create"
+    with pytest.raises(errors.ModelError, match=words):
+        use(model)
+
+
+@pytest.mark.parametrize("sizes", [2, [], [0], "12", [True]])
+def test_numbers_of_ranks_are_asked_for(sizes):
+    """Wherever a law is tried in worlds of several sizes."""
+
+    def make(world):
+        return create(world=world), lambda state, _: (state, {})
+
+    tried = (
+        lambda: testing.check_resume(make, 1, sizes=sizes),
+        lambda: testing.check_transform(af.ema(0.5), sizes=sizes),
+        lambda: testing.check_step(make, states=lambda w: make(w)[0], sizes=sizes),
+        lambda: testing.assert_equivalent(af.ema(0.5), af.ema(0.5), sizes=sizes),
+    )
+    for call in tried:
+        with pytest.raises(ArgumentError, match="expected numbers of ranks"):
+            call()
+
+
+def test_directories_by_rank_are_refused_at_once(tmp_path):
+    """By a store that writes behind the training's back, too, where ranks agree by files."""
+
+    def fn(world):
+        store = af.CheckpointStore(tmp_path / f"rank{world.rank}")
+        store.save(create(world=world, setup=af.shard_data()))
+
+    words = r"does not exist on this rank.* Use one"
+    with pytest.raises(errors.CheckpointWriteError, match=words):
+        simulate(2, fn)
+
+
+def test_a_step_is_saved_once(tmp_path):
+    """A store says that it has it, and nothing of a directory of another name."""
+    with af.CheckpointStore(tmp_path) as store:
+        store.save(create())
+        words = "has a checkpoint of this step"
+        with pytest.raises(errors.CheckpointWriteError, match=words):
+            store.save(create())
+        assert store.steps == (0,)
