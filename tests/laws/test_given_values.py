@@ -262,7 +262,7 @@ def test_an_optimizer_that_draws_is_a_function_of_the_state(size, cut, drawn, *,
 
 def loads_apart(state: af.TrainState, folder: str) -> af.TrainState:
     path = Path(folder) / f"seed {state.world.rank}"
-    with warnings.catch_warnings(action="ignore", category=AccelfnWarning):  # of slots that go on
+    with warnings.catch_warnings(action="ignore"):  # of slots that go on
         return af.load_part(state, path, "params").state
 
 
