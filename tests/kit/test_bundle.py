@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.errors import SimulationError
+from accelfn.errors import ArgumentError, CheckpointError, SimulationError
 from accelfn.testing import crash_bundles, replay, simulate
 from tests.states import linear_state
 from tests.waiting import HANGS
@@ -108,7 +108,7 @@ def test_an_older_bundle_is_not_that_of_a_rank_that_left_none(tmp_path):
             simulate(size, partial(train, folder=tmp_path))
         kept = kept or (tmp_path / "rank-00001.json").read_text()
     (tmp_path / "rank-00001.json").write_text(kept)
-    with pytest.raises((af.errors.CheckpointError, FloatingPointError)) as caught:
+    with pytest.raises((CheckpointError, FloatingPointError)) as caught:
         replay(tmp_path)
     assert "the bundle of rank 1 is missing (of 4 ranks)" in str(caught.value)
 
@@ -118,10 +118,10 @@ def test_a_missing_rank_is_named(tmp_path):
         simulate(2, partial(train, folder=tmp_path))
     (tmp_path / "rank-00001.json").unlink()
     with pytest.raises(
-        af.errors.CheckpointError, match=r"bundle of rank 1 is missing \(of 2 ranks\)"
+        CheckpointError, match=r"bundle of rank 1 is missing \(of 2 ranks\)"
     ):
         replay(tmp_path)
-    with pytest.raises(af.errors.CheckpointError, match="contains no crash bundle"):
+    with pytest.raises(CheckpointError, match="contains no crash bundle"):
         replay(tmp_path / "elsewhere")
 
 
@@ -235,16 +235,14 @@ def test_another_format_is_not_read(number, tmp_path):
     """A bundle of another version is named, with what it is of and what is read."""
     changed(tmp_path, format=number)
     told = rf"rank-00000.json has the format {number!r}, but this version of accelfn reads only 1"
-    with pytest.raises(af.errors.CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=told):
         replay(tmp_path)
 
 
 def test_a_bundle_without_states_shows_what_was_raised(tmp_path):
     """A step that raised in the middle of an update cannot run again, and its trace is there."""
     changed(tmp_path, states=None)
-    with pytest.raises(
-        af.errors.CheckpointError, match="in the middle of an update"
-    ) as told:
+    with pytest.raises(CheckpointError, match="in the middle of an update") as told:
         replay(tmp_path)
     assert "Traceback (most recent call last)" in str(told.value)
     assert "FloatingPointError: met a seven" in str(told.value)
@@ -263,14 +261,12 @@ def test_what_a_script_defined_is_found_by_its_file(module, tmp_path):
     with pytest.raises(OSError, match="it is the script of this run"):
         replay(tmp_path)
     changed(tmp_path, make={**source, "file": str(tmp_path / "train.txt")})
-    with pytest.raises(
-        af.errors.CheckpointError, match=r"Python cannot import .*train\.txt"
-    ):
+    with pytest.raises(CheckpointError, match=r"Python cannot import .*train\.txt"):
         replay(tmp_path)
 
 
 def test_a_function_without_a_name_is_refused(tmp_path):
-    with pytest.raises(af.errors.ArgumentError, match="top level"):
+    with pytest.raises(ArgumentError, match="top level"):
         crash_bundles(lambda *_: ((), ()), tmp_path, make=partial(make))
 
 

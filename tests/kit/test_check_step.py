@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
 import accelfn as af
-from accelfn.errors import LawError
+from accelfn.errors import ArgumentError, LawError
 from accelfn.testing import check_resume, check_step, laws
 
 SETUP = af.chain(af.shard_data(), af.wrap_ddp())
@@ -151,7 +151,7 @@ def test_batches_may_be_given():
         sizes=(1, 2),
         updates=2,
     )
-    with pytest.raises(af.errors.ArgumentError, match=r"only \d batches for"):
+    with pytest.raises(ArgumentError, match=r"only \d batches for"):
         check_step(
             af.make_step(reconstruction),
             states=lambda world: state_of(world, lambda: player(3)),
@@ -276,11 +276,11 @@ def test_check_resume_finds_sums_that_move():
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(af.errors.ArgumentError, match="expected a function"):
+    with pytest.raises(ArgumentError, match="expected a function"):
         check_step(3, states=plain_states)
-    with pytest.raises(af.errors.ArgumentError, match="2 or more"):
+    with pytest.raises(ArgumentError, match="2 or more"):
         check_step(_plain, states=plain_states, updates=1)
-    with pytest.raises(af.errors.ArgumentError, match="1 or more"):
+    with pytest.raises(ArgumentError, match="1 or more"):
         check_resume(lambda world: (plain_states(world), _plain), 0)
 
 
@@ -294,17 +294,15 @@ def test_wrong_arguments_are_refused():
 )
 def test_states_that_are_none_are_refused(made, words):
     """What `states` returns is named by its types, before the step sees it."""
-    with pytest.raises(af.errors.ArgumentError, match=words):
+    with pytest.raises(ArgumentError, match=words):
         check_step(_plain, states=lambda _: made)
 
 
 def test_a_state_in_place_of_a_function_is_refused():
     """Each run begins anew, so a function that makes the states is asked for."""
-    with pytest.raises(
-        af.errors.ArgumentError, match="expected a function.*got TrainState"
-    ):
+    with pytest.raises(ArgumentError, match="expected a function.*got TrainState"):
         check_step(_plain, states=plain_states(af.World.single()))
-    with pytest.raises(af.errors.ArgumentError, match="expected a function.*got tuple"):
+    with pytest.raises(ArgumentError, match="expected a function.*got tuple"):
         check_resume((plain_states(af.World.single()), _plain), 2)  # type: ignore[arg-type]
 
 
@@ -320,7 +318,7 @@ def test_a_state_in_place_of_a_function_is_refused():
 def test_what_check_resume_makes_is_refused(swap, words):
     """Anything but a state and its step is named by its types."""
     with pytest.raises(
-        af.errors.ArgumentError,
+        ArgumentError,
         match=rf"make\(world\) returned {words}. Expected \(state, step\)",
     ):
         check_resume(lambda world: swap(plain_states(world), _plain), 3)

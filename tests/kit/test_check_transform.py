@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.errors import LawError
+from accelfn.errors import ArgumentError, GradsError, LawError, ReplicaMismatchError
 from accelfn.testing import Problem, check_transform
 from tests.budget import at_night
 from tests.catalog import CATALOG
@@ -1347,7 +1347,7 @@ def test_what_never_acts_is_named():
         check_transform(
             af.clip_grad_value(float("inf")), sizes=(2,), problems=(Problem(),)
         )
-    with pytest.raises(af.errors.ArgumentError, match="updates=0"):
+    with pytest.raises(ArgumentError, match="updates=0"):
         check_transform(late, updates=0)
 
 
@@ -1446,14 +1446,12 @@ class TestReducing:
     @pytest.mark.parametrize("sums", SUMS, ids=lambda sums: sums.__name__)
     def test_a_wrong_sum_is_refused(self, sums, problem):
         """Whoever forgets a rank, a weight, a parameter or the order is told, by any problem."""
-        with pytest.raises(
-            (LawError, af.errors.ReplicaMismatchError, af.errors.GradsError)
-        ):
+        with pytest.raises((LawError, ReplicaMismatchError, GradsError)):
             check_transform(Reduces(sums), sizes=(4,), problems=(problem,))
 
 
 def test_what_is_no_transform_is_refused():
-    with pytest.raises(af.errors.ArgumentError, match="expected a transform"):
+    with pytest.raises(ArgumentError, match="expected a transform"):
         check_transform(lambda state: state)
 
 
@@ -1465,7 +1463,7 @@ def test_an_unknown_law_cannot_be_given_up():
         def grads(self, grads, slot, update):
             return grads, slot
 
-    with pytest.raises(af.errors.ArgumentError, match="gravity"):
+    with pytest.raises(ArgumentError, match="gravity"):
         check_transform(Odd())
 
 

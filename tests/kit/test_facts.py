@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import accelfn as af
-from accelfn.errors import LawError
+from accelfn.errors import AccelfnWarning, ArgumentError, CompositionError, LawError
 from accelfn.testing import Problem, check_transform
 from tests.states import linear_state
 
@@ -189,7 +189,7 @@ def test_other_entries_of_such_a_slot_must_agree():
 )
 def test_a_misspelt_fact_is_refused(body, said):
     """Where the class is made, or at the first chain, where properties are known."""
-    with pytest.raises(af.errors.ArgumentError, match=said):
+    with pytest.raises(ArgumentError, match=said):
         af.chain(af.transform(type("Mine", (), dict(body)))())
 
 
@@ -222,9 +222,7 @@ def test_a_reduce_that_options_leave_out_lets_ranks_agree():
 def test_two_ways_to_compress_are_refused():
     body = {"tells": {"compression": lambda state: state}}
     mine = af.transform(type("Mine", (), body))()
-    with pytest.raises(
-        af.errors.CompositionError, match="two ways to compress gradients"
-    ):
+    with pytest.raises(CompositionError, match="two ways to compress gradients"):
         af.chain(af.wrap_ddp(), mine, af.compress_grads("bf16"))
 
 
@@ -234,7 +232,7 @@ def test_a_field_may_be_needed():
     model, optimizer = (lambda: nn.Linear(1, 1)), torch.optim.SGD
     whole = af.chain(mine, af.wrap_ddp())
     af.TrainState.create(model=model, optimizer=optimizer, setup=whole)
-    with pytest.raises(af.errors.CompositionError, match="needs an engine"):
+    with pytest.raises(CompositionError, match="needs an engine"):
         af.TrainState.create(model=model, optimizer=optimizer, setup=mine)
 
 
@@ -288,7 +286,7 @@ def test_looking_at_rates_says_nothing():
         warnings.simplefilter("error")
         assert state.lrs == (0.0,)
     assert state.definition.cache.looks_at == looks
-    with pytest.warns(af.errors.AccelfnWarning, match="no longer changes"):
+    with pytest.warns(AccelfnWarning, match="no longer changes"):
         af.make_step(_total)(state, torch.ones(1, 1))
 
 
@@ -302,9 +300,7 @@ def test_a_skip_changes_no_state():
         ),
     }
     state = _state(af.transform(type("Moves", (), body))())
-    with pytest.raises(
-        af.errors.ArgumentError, match="a changed state after a skipped update"
-    ):
+    with pytest.raises(ArgumentError, match="a changed state after a skipped update"):
         af.make_step(_total)(state, torch.ones(1, 1))
     assert state.num_tried == 0
     assert set(state.params) == {"weight"}
@@ -339,7 +335,7 @@ def test_a_fact_of_ones_own_is_refused_by_another():
 
     told = r"Exact\(\) is exact, but Quantizes\(\) rounds to 4 bits. Keep one."
     for pair in ((Exact(), Quantizes()), (Quantizes(), Exact())):
-        with pytest.raises(af.errors.CompositionError, match=told):
+        with pytest.raises(CompositionError, match=told):
             af.chain(*pair)
 
 
@@ -354,9 +350,7 @@ def test_what_is_needed_is_asked_for_where_a_state_is():
     model, optimizer = (lambda: nn.Linear(1, 1)), torch.optim.SGD
     whole = af.chain(af.wrap_ddp(), part)
     af.TrainState.create(model=model, optimizer=optimizer, setup=whole)
-    with pytest.raises(
-        af.errors.CompositionError, match=r"Needs\(\) has nothing to do"
-    ):
+    with pytest.raises(CompositionError, match=r"Needs\(\) has nothing to do"):
         af.TrainState.create(model=model, optimizer=optimizer, setup=part)
 
 
@@ -365,9 +359,7 @@ def test_facts_are_a_mapping():
     class Lists:
         tells: ClassVar[Any] = ["recomputes"]
 
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"Lists\(\).tells is \['recomputes'\]"
-    ):
+    with pytest.raises(ArgumentError, match=r"Lists\(\).tells is \['recomputes'\]"):
         af.chain(Lists())
 
 
@@ -394,9 +386,7 @@ def test_what_is_asked_often_keeps_no_slot(field):
     setup = af.transform(type("Counts", (), body))()
     state = linear_state(setup=setup)
     step = af.make_step(lambda model, x: model(x).mean())
-    with pytest.raises(
-        af.errors.ArgumentError, match=f"{field} of the transform 'counts'"
-    ):
+    with pytest.raises(ArgumentError, match=f"{field} of the transform 'counts'"):
         af.eval_params(state) if field == "eval_params" else step(
             state, torch.ones(1, 1)
         )

@@ -16,7 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import accelfn as af
-from accelfn.errors import LawError
+from accelfn.errors import ArgumentError, LawError
 from accelfn.testing import compare_loops, quantities, simulate
 from tests.states import linear_state
 
@@ -346,31 +346,25 @@ def test_a_loop_that_ends_early_is_a_difference():
 
 def test_loops_that_both_end_early_are_not_compared_in_silence():
     """Fewer updates than were asked for are an error."""
-    with pytest.raises(
-        af.errors.ArgumentError, match="both loops ended after 3 updates"
-    ):
+    with pytest.raises(ArgumentError, match="both loops ended after 3 updates"):
         compare_loops(by_hand, by_hand, steps=4)
-    with pytest.raises(
-        af.errors.ArgumentError, match="both loops ended after 0 updates"
-    ):
+    with pytest.raises(ArgumentError, match="both loops ended after 0 updates"):
         compare_loops(told(), told(), steps=1)
-    with pytest.raises(
-        af.errors.ArgumentError, match="both loops ended after 0 updates"
-    ):
+    with pytest.raises(ArgumentError, match="both loops ended after 0 updates"):
         compare_loops(lambda: iter([]), lambda: iter([]), steps=1)
 
 
 def test_a_loop_must_say_what_it_begins_with():
     """Else another beginning would be taken for another loss."""
     loop = [{"loss": 1.0}, {"loss": 2.0}]
-    with pytest.raises(af.errors.ArgumentError, match="those before training"):
+    with pytest.raises(ArgumentError, match="those before training"):
         compare_loops(lambda: iter(loop), lambda: iter(loop), steps=1)
 
 
 @pytest.mark.parametrize("steps", [0, -1, True, 1.0])
 def test_steps_is_a_count(steps):
     """Of updates."""
-    with pytest.raises(af.errors.ArgumentError, match="expected a number of updates"):
+    with pytest.raises(ArgumentError, match="expected a number of updates"):
         compare_loops(by_hand, by_hand, steps=steps)
 
 
@@ -526,10 +520,10 @@ def test_what_quantities_cannot_read_is_refused():
     """An optimizer without its module, a state with one, a state dict."""
     optimizer = torch.optim.SGD(MODEL.parameters())
     state = af.TrainState.create(model=copy.deepcopy(MODEL), optimizer=torch.optim.SGD)
-    with pytest.raises(af.errors.ArgumentError, match="Pass only the state"):
+    with pytest.raises(ArgumentError, match="Pass only the state"):
         quantities(state, optimizer)
     for source in (MODEL.state_dict(), None):
-        with pytest.raises(af.errors.ArgumentError, match="expected a TrainState"):
+        with pytest.raises(ArgumentError, match="expected a TrainState"):
             quantities(source, optimizer)
 
 

@@ -154,9 +154,7 @@ class KilledError(BaseException):
 @example(size=1, at=2)
 @example(size=1, at=3)
 @example(size=1, at=4)
-def test_whatever_is_cut_off_is_there_whole_or_not(
-    writer: str, size: int, at: int
-) -> None:
+def test_whatever_is_cut_off_is_there_whole_or_not(writer, size, at):
     """Cut off before any act on the disk, a directory has its name and all its files, or none.
 
     What is left does not keep the next one from being written.
@@ -223,9 +221,7 @@ def looked_at(world: af.World, means: list[float], n: int) -> tuple[float, Any]:
     means=st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=4),
     n=st.integers(1, 7),
 )
-def test_whatever_looks_at_buffers_sees_those_of_rank_0(
-    means: list[float], n: int
-) -> None:
+def test_whatever_looks_at_buffers_sees_those_of_rank_0(means, n):
     """`evaluate` and `predict` are those of one process with rank 0's; each keeps its own."""
     mean, rows = looked_at(af.World.single(device="cpu"), means, n)
     for found, same in simulate(len(means), lambda world: looked_at(world, means, n)):

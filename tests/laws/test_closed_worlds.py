@@ -33,9 +33,7 @@ SETUPS = st.one_of(
     num_updates=st.integers(0, 6),
     end=st.sampled_from(["nothing", "nothing", "finalize", "save", "let go"]),
 )
-def test_ranks_that_end_with_other_models_are_told(
-    size: int, setup: Any, num_updates: int, end: str
-) -> None:
+def test_ranks_that_end_with_other_models_are_told(size, setup, num_updates, end):
     """They are told to finalize where, and only where, that changes what they hold."""
 
     def rank(world: af.World) -> tuple[list[str], Any]:

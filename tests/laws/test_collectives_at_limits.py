@@ -49,9 +49,7 @@ def test_a_mean_of_integers_is_that_of_the_numbers(size, dtype, data):
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
     data=st.data(),
 )
-def test_a_mean_of_narrow_floats_does_not_overflow(
-    size: int, dtype: torch.dtype, data: st.DataObject
-) -> None:
+def test_a_mean_of_narrow_floats_does_not_overflow(size, dtype, data):
     """It lies between the least and the greatest, though their sum may be infinite."""
     info = torch.finfo(dtype)
     number = st.floats(info.min / 2, info.max / 2) | st.just(info.max * 0.5)

@@ -249,9 +249,7 @@ def test_any_dtype_travels(call: TreeCall, size: int) -> None:
     op=st.sampled_from(["sum", "product", "min", "max"]),
     data=st.data(),
 )
-def test_integers_of_any_width_are_reduced(
-    size: int, dtype: torch.dtype, op: str, data: st.DataObject
-) -> None:
+def test_integers_of_any_width_are_reduced(size, dtype, op, data):
     """Those too that a backend does not know; sums and products wrap around."""
     info = torch.iinfo(dtype)
     numbers = st.lists(st.integers(info.min, info.max), min_size=size, max_size=size)
@@ -294,9 +292,7 @@ values = st.lists(plain, min_size=1, max_size=4)
 
 
 @given(values=values, pickle=st.booleans(), data=st.data())
-def test_objects_arrive_whole(
-    values: list[Any], pickle: bool, data: st.DataObject
-) -> None:
+def test_objects_arrive_whole(values, pickle, data):
     """Gathered, broadcast or scattered, an object is what it was; scattered ones gather."""
     size, root = len(values), data.draw(st.integers(0, len(values) - 1))
 

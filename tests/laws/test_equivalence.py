@@ -201,9 +201,7 @@ def test_what_would_drift_is_refused(run: Run, size: int) -> None:
 
 
 @given(run=runs(), size=worlds, power=st.integers(-8, 8), parts=st.integers(1, 3))
-def test_the_unit_of_weights_does_not_matter(
-    run: Run, size: int, power: int, parts: int
-) -> None:
+def test_the_unit_of_weights_does_not_matter(run, size, power, parts):
     """Totals and weights, both times a power of two, give bitwise the same update."""
     setup = af.chain(DDP, af.accumulate(num_micro_batches=parts))
     run = attrs.evolve(run, setup=setup)

@@ -5,7 +5,6 @@ import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import attrs
 import pytest
@@ -160,12 +159,8 @@ def test_a_period_begins_where_it_was_put_on(plan: Plan) -> None:
     ended=False,
 )
 def test_ranks_go_together_again_when_they_agree(
-    updates: tuple[int, int],
-    local: Any,
-    momentum: float,
-    beside: Any,
-    ended: bool,
-) -> None:
+    updates, local, momentum, beside, ended
+):
     """Those that hold other numbers are refused, be it in an average or in the optimizer."""
     rows, (together, apart) = rows_of(0), updates
 
@@ -230,9 +225,7 @@ def test_what_is_averaged_stays(size: int, apart: int, seed: int) -> None:
     updates=st.integers(0, 6),
     anew=st.booleans(),
 )
-def test_replicas_are_checked_at_multiples(
-    start: int, every: int, updates: int, anew: bool
-) -> None:
+def test_replicas_are_checked_at_multiples(start, every, updates, anew):
     """Wherever it is put on, it looks behind each update whose number is a multiple."""
 
     def train(world: af.World) -> None:
@@ -252,9 +245,7 @@ def test_replicas_are_checked_at_multiples(
     cut=st.booleans(),
     anew=st.booleans(),
 )
-def test_an_average_begins_where_it_was_put_on(
-    parts: list[tuple[bool, int]], decay: float, cut: bool, anew: bool
-) -> None:
+def test_an_average_begins_where_it_was_put_on(parts, decay, cut, anew):
     """Each time it is put on it begins at the parameters of then, and knows of nothing before."""
     state, rows = create(single(), momentum=0.5), rows_of(1)
     average: float | None = None

@@ -5,7 +5,6 @@ import re
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import attrs
 import pytest
@@ -107,9 +106,7 @@ def test_no_rank_holds_half_a_step(drawn: tuple[Run, int, Fault]) -> None:
 
 
 @given(drawn=failing())
-def test_a_failure_ends_all_and_names_the_culprit(
-    drawn: tuple[Run, int, Fault],
-) -> None:
+def test_a_failure_ends_all_and_names_the_culprit(drawn):
     """One rank that raises, leaves, crashes or stalls ends the run, and the error says so."""
     run, size, fault = drawn
     ended: list[type] = []
@@ -150,9 +147,7 @@ def test_a_failure_ends_all_and_names_the_culprit(
     size=st.integers(1, 3),
     at=st.integers(0, 1),
 )
-def test_a_step_that_raised_can_be_tried_again(
-    run: Run, kind: str, setup: str, size: int, at: int
-) -> None:
+def test_a_step_that_raised_can_be_tried_again(run, kind, setup, size, at):
     """A loss that raises on all ranks, in any micro-batch, leaves no trace in the next step."""
     run = prepared(run, kind, setup)
     expected = simulate(size, lambda world: tensors(run.train(run.state(world))[0]))
@@ -220,9 +215,7 @@ def test_a_save_in_which_a_rank_fails_leaves_nothing_or_all(
     at=st.integers(0, 3),
     taken=st.integers(0, 3),
 )
-def test_an_update_alone_is_a_place(
-    kind: type[Any], size: int, at: int, taken: int
-) -> None:
+def test_an_update_alone_is_a_place(kind, size, at, taken):
     """A fault happens as its update begins, without a collective; else it is named."""
     setup = af.chain(af.shard_data(), af.local_sgd(sync_every=9))
     run = Run(n=24, batch_size=12, setup=setup, dyadic=False)

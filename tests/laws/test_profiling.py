@@ -43,9 +43,7 @@ def trained(setup: af.Transform, profiler: Any) -> af.TrainState:
     active=st.integers(1, 2),
     in_backward=st.booleans(),
 )
-def test_each_part_of_a_step_has_a_span(
-    ways: list[af.Transform], num_parts: int, active: int, in_backward: bool
-) -> None:
+def test_each_part_of_a_step_has_a_span(ways, num_parts, active, in_backward):
     """So has each field of a transform, and training is bitwise the same."""
     first = af.accumulate(num_micro_batches=num_parts)
     if in_backward:

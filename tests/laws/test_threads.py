@@ -159,9 +159,7 @@ class Breaking:
 
 
 @given(call=calls, seed=st.integers(0, 3), at=st.integers(0, 120))
-def test_draws_that_are_broken_off_let_others_draw(
-    call: str, seed: int, at: int
-) -> None:
+def test_draws_that_are_broken_off_let_others_draw(call, seed, at):
     """A8: where Ctrl-C comes as draws begin or end, another thread may draw ever after."""
     expected, state = run(call, seed), create(lambda: None, seed)
     with ThreadPoolExecutor(1) as another, torch.random.fork_rng(devices=[]):

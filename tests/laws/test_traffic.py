@@ -113,9 +113,7 @@ def test_totals_do_not_depend_on_what_tells_them_apart(drawn, size, algorithm):
     ids=lambda each: getattr(each, "__name__", each),
 )
 @given(size=st.integers(1, 6), n=st.integers(0, 9))
-def test_a_collective_sends_what_its_messages_are(
-    algorithm: Any, collective: Any, size: int, n: int
-) -> None:
+def test_a_collective_sends_what_its_messages_are(algorithm, collective, size, n):
     """Written out as messages of ranks to ranks, it sends the same bytes."""
     as_a_ring = MADE_OF["ring", collective]
     messages = MADE_OF.get((algorithm, collective), as_a_ring)
@@ -144,9 +142,7 @@ def test_totals_of_a_broadcast_are_the_roots(size: int, n: int, root: int) -> No
     every=st.integers(1, 3),
     size=st.sampled_from([1, 2, 7, 64]),
 )
-def test_local_sgd_sends_what_ddp_sends_divided_by_its_period(
-    run: Run, every: int, size: int
-) -> None:
+def test_local_sgd_sends_what_ddp_sends_divided_by_its_period(run, every, size):
     """Exactly, on any number of ranks, the weights that both send along among it."""
 
     def sent(*setup: object) -> Fraction:
@@ -267,9 +263,7 @@ def test_buckets_are_sent_beside_the_backward_pass(sizes, compute, overlap):
     rows=st.integers(1, 40),
     kind=st.sampled_from(["gather", "scatter", "swap", "swap padded"]),
 )
-def test_what_is_cut_into_parts_is_foreseen_rightly_or_not_at_all(
-    rows: int, kind: str
-) -> None:
+def test_what_is_cut_into_parts_is_foreseen_rightly_or_not_at_all(rows, kind):
     """Parts are as large as each other, filled up, or the last ones are smaller."""
 
     def program(world: af.World) -> None:

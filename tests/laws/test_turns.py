@@ -58,9 +58,7 @@ def test_what_comes_twice_is_not_held_back():
 
 
 @given(data=st.data(), order=st.permutations(range(4)))
-def test_a_pass_that_was_broken_off_leaves_nothing(
-    data: st.DataObject, order: list[int]
-) -> None:
+def test_a_pass_that_was_broken_off_leaves_nothing(data, order):
     """Whatever had come of it, and was sent or waits: the next one begins anew."""
     turns = ReduceOrder(len(order), af.World.single(device="cpu"), order)
     begun = st.lists(st.sampled_from(order), unique=True)

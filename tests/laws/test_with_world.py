@@ -155,12 +155,7 @@ OPTIMIZERS = {
 @example(8, "apart", "adamw", (4, 4, 2))
 @example(8, "split", "adamw", (4, 4, 4))
 @example(8, "split", "adamw", (4, 2, 4))
-def test_a_rank_holds_what_it_goes_on_with(
-    layers: int,
-    setup: str,
-    optimizer: str,
-    sizes: tuple[int, int, int],
-) -> None:
+def test_a_rank_holds_what_it_goes_on_with(layers, setup, optimizer, sizes):
     """At the peak a move has made what the rank gets, as much again, and a few tensors,
     whether ranks have the same, each its own, or parts, and however many go on. Of a model
     that is split it makes room for the parameters first, and parts that are cut otherwise it

@@ -56,9 +56,7 @@ def turns_by_hand(size: int, rounds: int, schedule: list[int]) -> list[Turn]:
     rounds=st.integers(0, 3),
     schedule=st.lists(st.integers(0, 5), max_size=20),
 )
-def test_turns_are_taken_as_the_schedule_says(
-    size: int, rounds: int, schedule: list[int]
-) -> None:
+def test_turns_are_taken_as_the_schedule_says(size, rounds, schedule):
     """Which rank runs when is what the schedule's indices choose, and nothing else."""
     assert turns_by_hand(size, rounds, schedule) == turns_of(size, rounds, schedule)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.errors import LawError
+from accelfn.errors import ArgumentError, LawError
 from accelfn.testing import Raise, processes, run_processes, simulate
 
 ARE_PROCESSES: list[bool] = []
@@ -67,9 +67,7 @@ def test_a_difference_is_told_by_its_place(one, two, told):
 @pytest.mark.parametrize("key", [1.5, (1, 2.5), (1, (2,)), frozenset({1})])
 def test_a_key_that_may_not_be_found_again_is_refused(key):
     """Floats, and what holds other things than plain data, name no place."""
-    with pytest.raises(
-        af.errors.ArgumentError, match="a key of result is a .*cannot compare it"
-    ):
+    with pytest.raises(ArgumentError, match="a key of result is a .*cannot compare it"):
         simulate(2, partial(planted, one={key: 1}, two={key: 1}), also="processes")
 
 
@@ -88,9 +86,9 @@ def test_a_key_that_may_not_be_found_again_is_refused(key):
 )
 def test_what_processes_cannot_repeat_is_refused_at_once(options, told):
     """Before any rank has run, which may take long."""
-    with pytest.raises(af.errors.ArgumentError, match=told):
+    with pytest.raises(ArgumentError, match=told):
         simulate(2, partial(planted, one=1, two=1), also="processes", **options)
-    with pytest.raises(af.errors.ArgumentError, match='also="processes".*is a lambda'):
+    with pytest.raises(ArgumentError, match='also="processes".*is a lambda'):
         simulate(2, partial(planted, one=1, two=lambda: 1), also="processes")
     assert CALLS == []
 
@@ -115,7 +113,7 @@ def nested() -> Any:
 )
 def test_what_cannot_be_sent_to_a_process_says_why(fn, told):
     """Functions are imported by name there, and a lock is of its process alone."""
-    with pytest.raises(af.errors.ArgumentError, match=told):
+    with pytest.raises(ArgumentError, match=told):
         run_processes(2, fn)
 
 
@@ -123,22 +121,16 @@ def test_what_a_script_defines_cannot_be_imported(monkeypatch):
     """A process would find another `__main__`, so the function is refused by its name."""
     monkeypatch.setattr(planted, "__module__", "__main__")
     monkeypatch.setitem(sys.modules["__main__"].__dict__, "planted", planted)
-    with pytest.raises(
-        af.errors.ArgumentError, match="planted is defined in the running script"
-    ):
+    with pytest.raises(ArgumentError, match="planted is defined in the running script"):
         run_processes(2, planted, 1, 2)
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 1.0, "2", None])
 def test_a_number_of_processes_is_one_or_more(size):
     """Another is refused with what was given, and so is what is no function of a world."""
-    with pytest.raises(
-        af.errors.ArgumentError, match=rf"run_processes\({size!r}, \.\.\.\): exp"
-    ):
+    with pytest.raises(ArgumentError, match=rf"run_processes\({size!r}, \.\.\.\): exp"):
         run_processes(size, planted)
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"run_processes\(1, 3\): expected a func"
-    ):
+    with pytest.raises(ArgumentError, match=r"run_processes\(1, 3\): expected a func"):
         run_processes(1, 3)
 
 

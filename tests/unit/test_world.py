@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
+from accelfn.errors import AccelfnWarning, ArgumentError, PeerFailedError, WorldError
 from tests.internals import Connection, RollCall, meeting, read_place, world
 from tests.ports import free_port
 from tests.states import linear_state
@@ -84,11 +85,11 @@ def test_axes_of_the_launcher_agree_with_the_scripts(env):
         r"axes=\{'dp_shard': 4\}\) and ACCELFN_AXES=dp_shard=2,dp_replicate=2, which"
         r" `accelfn launch --axes` sets, name different axes"
     )
-    with pytest.raises(af.errors.ArgumentError, match=said):
+    with pytest.raises(ArgumentError, match=said):
         af.World.from_env(device="cpu", axes={"dp_shard": 4})
     env(ACCELFN_AXES="dp_shard=3")
     with pytest.raises(
-        af.errors.ArgumentError,
+        ArgumentError,
         match="ACCELFN_AXES=dp_shard=3: the product of the sizes, 3",
     ):
         af.World.from_env(device="cpu")
@@ -115,7 +116,7 @@ def test_open_group_of_another_size_is_refused(env):
     dist.init_process_group("gloo", rank=0, world_size=1)
     env(RANK=1, WORLD_SIZE=2)
     try:
-        with pytest.raises(af.errors.WorldError, match=r"rank 0 of 1.*RANK=1.*destroy"):
+        with pytest.raises(WorldError, match=r"rank 0 of 1.*RANK=1.*destroy"):
             af.World.from_env(device="cpu")
     finally:
         dist.destroy_process_group()
@@ -148,7 +149,7 @@ def test_contradictory_variables(env, variables, words):
     """A variable that is missing, malformed or contradictory is named with its value."""
     address = rendezvous() if "lacks" not in words else {}
     env(**variables, **address)
-    with pytest.raises(af.errors.WorldError, match=words) as caught:
+    with pytest.raises(WorldError, match=words) as caught:
         af.World.from_env(device="cpu")
     assert isinstance(caught.value, RuntimeError)
     assert not dist.is_initialized()
@@ -157,16 +158,16 @@ def test_contradictory_variables(env, variables, words):
 def test_a_world_of_one_does_not_hide_a_world_of_many(env):
     """World.single() under WORLD_SIZE=2 is refused, and World() warns: ranks train alone."""
     env(RANK=0, WORLD_SIZE=2)
-    with pytest.raises(af.errors.WorldError, match=r"WORLD_SIZE is 2.*from_env"):
+    with pytest.raises(WorldError, match=r"WORLD_SIZE is 2.*from_env"):
         af.World.single(device="cpu")
-    with pytest.warns(af.errors.AccelfnWarning, match=r"WORLD_SIZE is 2.*from_env"):
+    with pytest.warns(AccelfnWarning, match=r"WORLD_SIZE is 2.*from_env"):
         af.World()
 
 
 def test_create_without_a_world_does_not_hide_a_world_of_many(env):
     """TrainState.create without world= is refused where the environment has two ranks."""
     env(RANK=0, WORLD_SIZE=2)
-    with pytest.raises(af.errors.WorldError, match=r"WORLD_SIZE is 2.*from_env"):
+    with pytest.raises(WorldError, match=r"WORLD_SIZE is 2.*from_env"):
         linear_state()
 
 
@@ -175,9 +176,9 @@ def test_create_without_a_world_does_not_hide_a_world_of_many(env):
 def test_device_that_is_not_there(env, device):
     """A GPU asked for on a machine without one is refused, never replaced by the CPU."""
     env()
-    with pytest.raises(af.errors.WorldError, match=r"cuda:\d.*0 devices of this type"):
+    with pytest.raises(WorldError, match=r"cuda:\d.*0 devices of this type"):
         af.World.single(device=device)
-    with pytest.raises(af.errors.WorldError, match=r"needs the device cuda:\d"):
+    with pytest.raises(WorldError, match=r"needs the device cuda:\d"):
         af.World.from_env(device=device)
 
 
@@ -186,7 +187,7 @@ def test_device_that_is_not_there(env, device):
 def test_device_of_another_kind(env, device):
     """A device that torch has not here, or that holds no values, is named and refused."""
     env()
-    with pytest.raises(af.errors.WorldError, match=device):
+    with pytest.raises(WorldError, match=device):
         af.World.single(device=device)
 
 
@@ -195,9 +196,7 @@ def test_the_device_of_torch_xla(env, device):
     """torch_xla ends before this torch begins; what is there for TPUs now is named."""
     env()
     for make in (af.World.single, af.World.from_env):
-        with pytest.raises(
-            af.errors.WorldError, match=r"torch_xla's .* 2\.9.*TorchTPU"
-        ):
+        with pytest.raises(WorldError, match=r"torch_xla's .* 2\.9.*TorchTPU"):
             make(device=device)
 
 
@@ -206,7 +205,7 @@ def test_a_device_that_no_backend_joins():
     for kind, backend in (("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl")):
         assert meeting._backend(torch.device(kind)) == backend
     with pytest.raises(
-        af.errors.WorldError, match=r"no default backend for .* 'maia'.*backend=.*maia:"
+        WorldError, match=r"no default backend for .* 'maia'.*backend=.*maia:"
     ):
         meeting._backend(torch.device("maia"))
 
@@ -215,7 +214,7 @@ def test_a_device_that_no_backend_joins():
 def test_unknown_backend(env):
     """An unknown backend is named, before anything is opened."""
     env(RANK=0, WORLD_SIZE=1, **rendezvous())
-    with pytest.raises(af.errors.WorldError, match="'no_such_backend'.*gloo"):
+    with pytest.raises(WorldError, match="'no_such_backend'.*gloo"):
         af.World.from_env(backend="no_such_backend", device="cpu")
     assert not dist.is_initialized()
 
@@ -223,7 +222,7 @@ def test_unknown_backend(env):
 def test_unknown_backend_of_a_single_process(env):
     """A backend that does not exist is refused in a single process too."""
     env()
-    with pytest.raises(af.errors.WorldError, match="no_such_backend"):
+    with pytest.raises(WorldError, match="no_such_backend"):
         af.World.from_env(backend="no_such_backend", device="cpu")
 
 
@@ -232,7 +231,7 @@ def test_backend_that_cannot_be_had(env):
     """NCCL on a machine without a GPU is refused, not replaced."""
     env(RANK=0, WORLD_SIZE=1, **rendezvous())
     try:
-        with pytest.raises(af.errors.WorldError, match="nccl"):
+        with pytest.raises(WorldError, match="nccl"):
             af.World.from_env(backend="nccl", device="cpu")
     finally:
         if dist.is_initialized():
@@ -243,7 +242,7 @@ def test_backend_that_cannot_be_had(env):
 def test_malformed_port(env, port):
     """What is no port is a WorldError with the variable."""
     env(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    with pytest.raises(af.errors.WorldError, match="MASTER_PORT is"):
+    with pytest.raises(WorldError, match="MASTER_PORT is"):
         af.World.from_env(device="cpu")
 
 
@@ -259,7 +258,7 @@ def test_rank_that_waits_alone(env, monkeypatch, capfd, rank, says):
     monkeypatch.setattr(meeting, "_SAYS_AFTER", 0.5)
     began = time.monotonic()
     env(RANK=rank, WORLD_SIZE=3, **rendezvous())
-    with pytest.raises(af.errors.WorldError, match=rf"Rank {rank} of 3 .*: {says}"):
+    with pytest.raises(WorldError, match=rf"Rank {rank} of 3 .*: {says}"):
         af.World.from_env(timeout=2, device="cpu")
     assert not dist.is_initialized()
     assert time.monotonic() - began < 10
@@ -293,7 +292,7 @@ def test_all_parts_of_a_meeting_share_one_deadline(monkeypatch):
     said = "Rank 0 of 2 cannot open a 'gloo' process"
     with (
         redirect_stderr(StringIO()) as err,
-        pytest.raises(af.errors.WorldError, match=said),
+        pytest.raises(WorldError, match=said),
     ):
         af.World.from_env(timeout=3, device="cpu")
     other.join()
@@ -309,7 +308,7 @@ def test_all_parts_of_a_meeting_share_one_deadline(monkeypatch):
 def test_timeout_is_a_positive_number_of_seconds(env, timeout):
     """A timeout that is no positive, finite number of seconds is refused with its value."""
     env(RANK=0, WORLD_SIZE=1, **rendezvous())
-    with pytest.raises(af.errors.ArgumentError, match=r"timeout=.*positive"):
+    with pytest.raises(ArgumentError, match=r"timeout=.*positive"):
         af.World.from_env(timeout=timeout, device="cpu")
     assert not dist.is_initialized()
 
@@ -319,20 +318,20 @@ def test_timeout_is_a_positive_number_of_seconds(env, timeout):
 )
 def test_record_refuses_a_rank_outside(rank, size, words):
     """A rank outside its world is refused with both numbers."""
-    with pytest.raises(af.errors.WorldError, match=words) as caught:
+    with pytest.raises(WorldError, match=words) as caught:
         af.World(rank=rank, size=size)
     assert "to -1" not in str(caught.value)
 
 
 def test_record_of_many_needs_a_group():
     """A world of two without a process group is refused, with the way to have one."""
-    with pytest.raises(af.errors.WorldError, match=r"size=2.*process group.*from_env"):
+    with pytest.raises(WorldError, match=r"size=2.*process group.*from_env"):
         af.World(size=2)
 
 
 def test_group_is_a_process_group():
     """Something else in place of a group is refused by name."""
-    with pytest.raises(af.errors.ArgumentError, match=r"group='gloo'.*ProcessGroup"):
+    with pytest.raises(ArgumentError, match=r"group='gloo'.*ProcessGroup"):
         af.World(group="gloo")
 
 
@@ -344,9 +343,7 @@ def test_a_rank_that_is_never_joined_closes_the_world(env, monkeypatch):
     joined = Connection(dist.ProcessGroup(0, 2), roll_call=roll_call)
     joined.own()
     monkeypatch.setattr(world, "join", lambda *_, **__: joined)
-    with pytest.raises(
-        af.errors.PeerFailedError, match=r"Rank 0 of 2 .* but rank 1 did not"
-    ):
+    with pytest.raises(PeerFailedError, match=r"Rank 0 of 2 .* but rank 1 did not"):
         af.World.from_env(timeout=0.1, device="cpu")
     assert joined.is_closed
     heard = RollCall(store, 1, 2, rank_0_keeps_it=False).hear()
