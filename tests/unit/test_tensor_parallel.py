@@ -28,7 +28,7 @@ from accelfn.errors import (
     WorldError,
 )
 from accelfn.testing import simulate
-from tests.internals import draws, local
+from tests.internals import draws
 from tests.states import bits, values
 from tests.strategies import differences
 
@@ -37,61 +37,21 @@ PAIR = {"up": "column", "down": "row"}
 
 
 class Net(nn.Module):
-    """Two layers, of which the first is wider."""
+    """Two layers, of which the first is wider, and others; what it computes can be said."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, computes: Any = None, **options: Any) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.first, self.more = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
         self.norm = nn.LayerNorm(2 * WIDTH, elementwise_affine=False)
         self.scale = nn.Parameter(torch.ones(1))
         self.words = nn.Embedding(4, WIDTH, **options)
+        self.computes = computes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.computes is not None:
+            return self.computes(self, x)
         return self.down(torch.tanh(self.up(x)))
-
-
-class Heads(Net):
-    """Counts heads for itself."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        by_head = self.up(x).view(len(x), HEADS, -1)
-        return self.down(by_head.cumsum(-1).flatten(1))
-
-
-class Fixed(Net):
-    """Knows how many features there are."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).view(len(x), 2 * WIDTH))
-
-
-class Normed(Net):
-    """Looks at all features between the layers."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(nn.functional.normalize(self.up(x), dim=-1))
-
-
-class Scaled(Net):
-    """Has a number between the layers that is trained."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(x)) * self.scale)
-
-
-class Open(Net):
-    """Goes on with what a column layer makes."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.up(x)
-
-
-class Leaking(Net):
-    """Also returns what lies between the layers."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inside = self.up(x)
-        return self.down(torch.tanh(inside)) + inside.square().sum()
 
 
 class Tied(Net):
@@ -131,6 +91,7 @@ def loss(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 adam = partial(torch.optim.Adam, lr=0.1)
 sgd = partial(torch.optim.SGD, lr=0.1)
+X = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
 
 
 def state_of(
@@ -140,25 +101,25 @@ def state_of(
     plan: Any = PAIR,
     optimizer: Any = adam,
 ) -> af.TrainState:
+    setup = af.chain(af.tensor_parallel(plan), *behind)
     return af.TrainState.create(
-        model=model,
-        optimizer=optimizer,
-        data=af.Data(
-            torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH), global_batch_size=2
-        ),
-        setup=af.chain(af.shard_data(), af.tensor_parallel(plan), *behind),
-        world=world,
+        model=model, optimizer=optimizer, setup=setup, world=world
     )
 
 
-def step_once(world: af.World, *behind: object, **options: Any) -> af.TrainState:
-    state = state_of(world, *behind, **options)
-    state, _ = af.make_step(loss)(state, next(iter(af.batches(state))))
-    return state
+def step_once(world: af.World, **options: Any) -> af.TrainState:
+    return af.make_step(loss)(state_of(world, **options), X)[0]
 
 
 def on_two(fn: Any, *args: Any, **options: Any) -> Any:
     return simulate(2, lambda world: fn(world, *args, **options), axes={"tp": 2})
+
+
+def check_as_alone(fn: Any, *args: Any) -> None:
+    """Check that two ranks train what one does."""
+    alone = af.full_params(fn(af.World.single(), *args))
+    for found in on_two(lambda world: af.full_params(fn(world, *args))):
+        assert differences(alone, found, within=1e-5) == []
 
 
 @pytest.mark.parametrize(
@@ -214,20 +175,17 @@ def test_words_of_others_are_taken(value, word):
         ({"words": "vocabulary"}, partial(Net, max_norm=1.0), "option max_norm"),
         ({"words": "vocabulary"}, partial(Net, sparse=True), "option sparse"),
         (
-            {"words": "vocabulary"},
-            partial(Net, scale_grad_by_freq=True),
+            *({"words": "vocabulary"}, partial(Net, scale_grad_by_freq=True)),
             "option scale_grad_by_freq",
         ),
         ({"words": "vocabulary"}, Tied, "'words.weight' and 'head.weight' are the"),
         ({"head": "gathered"}, Tied, "'words.weight' and 'head.weight' are the"),
         (
-            {"up": "column", "tail.down": "row", "tail": "replicated"},
-            Tailed,
+            *({"up": "column", "tail.down": "row", "tail": "replicated"}, Tailed),
             "includes all modules inside it, but 'tail.down' is 'row'. Instead, name each",
         ),
         (
-            {"tail": "replicated", "tail.norm": "replicated"},
-            Tailed,
+            *({"tail": "replicated", "tail.norm": "replicated"}, Tailed),
             "but 'tail.norm' is 'replicated'",
         ),
     ],
@@ -268,32 +226,48 @@ def test_an_optimizer_of_rows_is_refused():
         on_two(state_of, optimizer=partial(ByColumns, lr=0.1))
 
 
+NOT_ITS_SLICE = "the input of 'down' is not this rank's slice"
+
+
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("computes", "said"),
     [
-        (Heads, "the input of 'down' is not this rank's slice"),
-        (Normed, "the input of 'down' is not this rank's slice"),
-        (Fixed, "fails with split layers: shape"),
-        (Open, 'no "row" layer follows the "column" layer \'up\''),
-        (Leaking, "with whole layers, but"),
-        (Scaled, "all ranks have the parameter 'scale'"),
+        (  # counts heads for itself
+            lambda net, x: net.down(
+                net.up(x).view(len(x), 4, -1).cumsum(-1).flatten(1)
+            ),
+            NOT_ITS_SLICE,
+        ),
+        (
+            lambda net, x: net.down(nn.functional.normalize(net.up(x), dim=-1)),
+            NOT_ITS_SLICE,
+        ),
+        (  # knows how many features there are
+            lambda net, x: net.down(net.up(x).view(len(x), 2 * WIDTH)),
+            "fails with split layers: shape",
+        ),
+        (
+            lambda net, x: net.up(x),
+            'no "row" layer follows the "column" layer \'up\'',
+        ),
+        (
+            lambda net, x: net.down(y := net.up(x)) + y.square().sum(),
+            "with whole layers, but",
+        ),
+        (
+            lambda net, x: net.down(net.up(x) * net.scale),
+            "all ranks have the parameter 'scale', but compute different gradients",
+        ),
     ],
 )
-def test_a_model_that_is_another_in_parts_is_refused(model, said):
-    """At the first step, on all ranks."""
-    with pytest.raises(LossError, match=re.escape(said)):
-        on_two(step_once, model=model)
-
-
-def test_what_was_refused_is_refused_again():
-    """A step that is taken once more does not pass."""
+def test_a_model_that_is_another_in_parts_is_refused(computes, said):
+    """At the first step, on all ranks, and when it is taken once more."""
 
     def fn(world: af.World) -> None:
-        state = state_of(world, model=Scaled)
-        step, batch = af.make_step(loss), next(iter(af.batches(state)))
+        state = state_of(world, model=partial(Net, computes))
         for _ in range(2):
-            with pytest.raises(LossError, match="but compute different gradients"):
-                step(state, batch)
+            with pytest.raises(LossError, match=re.escape(said)):
+                af.make_step(loss)(state, X)
 
     on_two(fn)
 
@@ -317,13 +291,8 @@ def test_what_cannot_stand_beside_is_refused(beside):
 
 
 def test_batches_that_differ_along_tp_are_refused():
-    def fn(world: af.World) -> None:
-        state = state_of(world)
-        batch = torch.full((2, WIDTH), float(world.rank))
-        af.make_step(loss)(state, batch)
-
     with pytest.raises(BatchError, match='along "tp" must get the same batches'):
-        on_two(fn)
+        on_two(lambda w: af.make_step(loss)(state_of(w), X + w.rank))
 
 
 def test_a_batch_may_have_what_is_no_tensor():
@@ -333,13 +302,11 @@ def test_a_batch_may_have_what_is_no_tensor():
         assert batch[1:] == (["one", "two"], None)
         return loss(net, batch[0])
 
-    def fn(world: af.World, *beside: Any) -> Any:
-        state = state_of(world)
-        plain = next(iter(af.batches(state))).value
-        batch, loss_fn = ((plain, *beside), named) if beside else (plain, loss)
-        return values(af.make_step(loss_fn)(state, batch)[0])
+    def fn(world: af.World) -> None:
+        after, _ = af.make_step(named)(state_of(world), (X, ["one", "two"], None))
+        assert values(after) == values(step_once(world))
 
-    assert list(on_two(fn, ["one", "two"], None)) == list(on_two(fn))
+    on_two(fn)
 
 
 def test_an_axis_that_no_plan_uses_is_refused():
@@ -363,31 +330,12 @@ def test_looking_leaves_no_trace():
             self.calls += 1
             return super().forward(x) + torch.rand(())
 
-    def fn(world: af.World) -> tuple[float, torch.Tensor]:
+    def fn(world: af.World) -> af.TrainState:
         state = step_once(world, model=Counting)
-        return float(state.buffers["calls"]), af.full_params(state)["down.bias"]
+        assert state.buffers["calls"] == 1
+        return state
 
-    alone = fn(af.World.single())
-    for calls, bias in on_two(fn):
-        assert calls == alone[0] == 1
-        assert torch.allclose(bias, alone[1], atol=1e-6)
-
-
-def test_each_rank_has_its_part():
-    """Columns of one layer, rows of the next, and its bias on all."""
-
-    whole = state_of(af.World.single()).params
-
-    def fn(world: af.World) -> None:
-        state = state_of(world)
-        begin = world.rank * WIDTH
-        rows = whole["up.weight"][begin : begin + WIDTH]
-        columns = whole["down.weight"][:, begin : begin + WIDTH]
-        assert torch.equal(local(state.params["up.weight"]), rows)
-        assert torch.equal(local(state.params["down.weight"]), columns)
-        assert torch.equal(state.params["down.bias"], whole["down.bias"])
-
-    on_two(fn)
+    check_as_alone(fn)
 
 
 @pytest.mark.parametrize("wrap", [af.wrap_ddp, af.wrap_fsdp])
@@ -398,93 +346,69 @@ def test_gradients_of_parts_survive_others(wrap):
         engine = wrap(find_unused_parameters=True)
         state, other = (state_of(world, engine, optimizer=sgd) for _ in range(2))
         compute = af.value_and_grad(loss)
-        one, two = af.batches(state, until_epoch=1)
-        _, kept = compute(state, one)
+        _, kept = compute(state, X)
         before = bits(kept.tensors)
         for _ in range(2):
-            compute(state, two.value + 1)
+            compute(state, X + 1)
         assert bits(kept.tensors) == before
-        _, expected = compute(other, one)
+        _, expected = compute(other, X)
         after = af.apply_grads(other, expected).params
         assert bits(af.apply_grads(state, kept).params) == bits(after)
 
     simulate(4, fn, axes={"dp_shard": 2, "tp": 2})
 
 
+def one_input(net: Any, x: torch.Tensor) -> torch.Tensor:
+    x = net.first(x)
+    return net.down(torch.tanh(net.up(x)) * net.more(x))
+
+
+def two_inputs(net: Any, x: torch.Tensor) -> torch.Tensor:
+    x = net.first(x)
+    return net.down(net.up(x) * net.more(x.sin()))
+
+
 def test_layers_of_one_input_add_up_its_gradient_once():
-    """As those of query, key and value."""
-
-    class Three(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(WIDTH, WIDTH)
-            self.more = nn.Linear(WIDTH, 2 * WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x)
-            return self.down(torch.tanh(self.up(x)) * self.more(x))
-
+    """As those of query, key and value; layers of others have their own gradients."""
     plan = {**PAIR, "more": "column"}
 
     def fn(world: af.World) -> None:
-        state = step_once(world, model=Three, plan=plan)
-        af.make_step(loss)(state, next(iter(af.batches(state))))
+        state = step_once(world, model=partial(Net, one_input), plan=plan)
+        af.make_step(loss)(state, X)
 
-    run = on_two(fn)
     sums = [
-        e for e in run.log if (e.kind, e.label) == ("all_reduce", "tensor_parallel")
+        e
+        for e in on_two(fn).log
+        if (e.kind, e.label) == ("all_reduce", "tensor_parallel")
     ]
     assert len(sums) == 1 + 2 * 2  # in the first look, and there and back in each step
+    model = partial(Net, two_inputs)
+    check_as_alone(partial(step_once, model=model, plan=plan, optimizer=sgd))
 
 
-def test_layers_of_other_inputs_have_their_own_gradients():
-    """Though they stand in one part."""
-
-    class Two(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(WIDTH, WIDTH)
-            self.more = nn.Linear(WIDTH, 2 * WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x)
-            return self.down(self.up(x) * self.more(x.sin()))
-
-    plan = {**PAIR, "more": "column"}
-
-    def fn(world: af.World) -> dict[str, torch.Tensor]:
-        state = step_once(world, model=Two, plan=plan, optimizer=sgd)
-        return af.full_params(state)
-
-    alone = fn(af.World.single())
-    for found in on_two(fn):
-        assert differences(alone, found, within=1e-5) == []
+def drawn() -> float:
+    with draws.seeded(0, torch.device("cpu")):
+        return float(torch.rand(()))
 
 
 def test_a_loss_that_raises_between_layers_lets_others_draw():
     """The generators are the rank's again, and free for another thread."""
 
-    class Failing(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.up(x)
-            if self.training:
-                raise KeyError
-            return self.down(x)
+    def fails(net: Any, x: torch.Tensor) -> torch.Tensor:
+        x = net.up(x)
+        if net.training:
+            raise KeyError
+        return net.down(x)
 
     def fn(world: af.World) -> None:
         before = torch.get_rng_state()
         with pytest.raises(KeyError):
-            step_once(world, model=Failing)
+            step_once(world, model=partial(Net, fails))
         assert torch.equal(torch.get_rng_state(), before)
         with ThreadPoolExecutor(1) as another:
-            assert another.submit(_drawn).result() == _drawn()
+            assert another.submit(drawn).result() == drawn()
 
     on_two(fn)
-
-
-def _drawn() -> float:
-    with draws.seeded(0, torch.device("cpu")):
-        return float(torch.rand(()))
 
 
 class Reads(nn.Module):
@@ -519,69 +443,54 @@ def read(net: nn.Module, letters: torch.Tensor) -> torch.Tensor:
 
 
 def reading(
-    world: af.World,
-    plan: Any = READ,
-    loss: Any = read,
-    letters: torch.Tensor = LETTERS,
-    *behind: Any,
+    world: af.World, plan: Any = READ, loss: Any = read, letters: Any = LETTERS
 ) -> af.TrainState:
     state = af.TrainState.create(
         model=Reads,
         optimizer=sgd,
-        setup=af.chain(af.tensor_parallel(plan, sequence=True), *behind),
+        setup=af.tensor_parallel(plan, sequence=True),
         world=world,
     )
-    state, _ = af.make_step(loss)(state, letters)
-    return state
+    return af.make_step(loss)(state, letters)[0]
+
+
+def lacking(name: str) -> dict[str, str]:
+    return {other: word for other, word in READ.items() if other != name}
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("given", "said"),
     [
-        ({"head": "row"}, 'Mark the output head as "vocabulary" or'),
-        ({"head": "replicated"}, "'head', but this module is not between a"),
-        ({"up": "replicated", "down": "replicated"}, "is not between a column"),
-        ({"norm": "replicated"}, "'norm', but this module is not between"),
-        ({"words": "sequence"}, "'words', but this module is not in a part"),
-        ({"places": "sequence"}, 'such as position embeddings, as "scattered"'),
+        ([{**READ, "head": "row"}], 'Mark the output head as "vocabulary" or'),
+        ([{**READ, "head": "replicated"}], "'head', but this module is not between a"),
+        (
+            [{**READ, "up": "replicated", "down": "replicated"}],
+            "is not between a column",
+        ),
+        ([{**READ, "norm": "replicated"}], "'norm', but this module is not between"),
+        ([{**READ, "words": "sequence"}], "'words', but this module is not in a part"),
+        ([{**READ, "places": "sequence"}], 'such as position embeddings, as "scattere'),
+        (
+            [lacking("head")],
+            "After 'places' each rank has only its part of each sequence",
+        ),
+        ([lacking("norm")], "all ranks have the parameter 'norm."),
+        ([lacking("down")], "fails with split layers"),
+        (
+            [lacking("head"), lambda net, x: net(x).square().mean()],
+            "is computed from this rank's part",
+        ),
+        ([READ, read, LETTERS[:, :5]], "5, 8) at 'words' cannot be split"),
     ],
 )
-def test_a_word_in_the_wrong_place_is_refused(word, said):
-    """Gradients that all ranks have whole are not summed."""
+def test_a_plan_of_sequences_that_cannot_be_is_refused(given, said):
+    """A word in the wrong place, a layer without one, a loss of some positions alone, and
+    sequences that do not divide.
+    """
 
     def fn(world: af.World) -> None:
         with pytest.raises(LossError, match=re.escape(said)):
-            reading(world, {**READ, **word})
-
-    on_two(fn)
-
-
-@pytest.mark.parametrize("lacking", ["head", "norm", "down"])
-def test_a_plan_of_sequences_that_lacks_a_layer_is_refused(lacking):
-    """A norm whose gradients are not summed, and a loss of some positions alone."""
-    said = {
-        "head": "After 'places' each rank has only its part of each sequence",
-        "norm": "all ranks have the parameter 'norm.",
-        "down": "fails with split layers",
-    }
-
-    def fn(world: af.World) -> None:
-        plan = {name: word for name, word in READ.items() if name != lacking}
-        with pytest.raises(LossError, match=re.escape(said[lacking])):
-            reading(world, plan)
-
-    on_two(fn)
-
-
-@pytest.mark.parametrize(
-    ("letters", "said"), [(LETTERS[:, :5], "5, 8) at 'words' cannot be split")]
-)
-def test_sequences_that_ranks_cannot_share_are_refused(letters, said):
-    """Where they are read, with what to do."""
-
-    def fn(world: af.World) -> None:
-        with pytest.raises(LossError, match=re.escape(said)):
-            reading(world, letters=letters)
+            reading(world, *given)
 
     on_two(fn)
 
@@ -599,16 +508,6 @@ def test_ranks_have_their_positions_between_layers_and_words_behind_the_head():
 
         reading(world, loss=looking)
         return shapes
-
-    def mean_of_parts(net: nn.Module, letters: torch.Tensor) -> torch.Tensor:
-        return net(letters).square().mean()
-
-    def headless(world: af.World) -> None:
-        plan = {name: word for name, word in READ.items() if name != "head"}
-        with pytest.raises(LossError, match="is computed from this rank's part"):
-            reading(world, plan, mean_of_parts)
-
-    on_two(headless)
 
     run = on_two(fn)
     for shapes in run:
@@ -653,15 +552,13 @@ def test_changing_scores_in_place_is_refused_where_words_are_chosen():
         scores.masked_fill_(torch.arange(8) > 6, -1e9)
         return nn.functional.cross_entropy(scores.view(-1, 8), letters.flatten())
 
-    def fn(world: af.World) -> dict[str, torch.Tensor]:
+    def fn(world: af.World) -> af.TrainState:
         if world.size > 1:
             with pytest.raises(LossError, match="masked_fill_ cannot change scores"):
                 reading(world, loss=masked)
-        return af.full_params(reading(world, loss=halved))
+        return reading(world, loss=halved)
 
-    alone = fn(af.World.single())
-    for found in on_two(fn):
-        assert differences(alone, found, within=1e-5) == []
+    check_as_alone(fn)
 
 
 def test_scores_are_shown_without_asking_another_rank():
@@ -718,24 +615,19 @@ def test_what_is_computed_again_drops_what_it_dropped(again, sequence):
     plan = {"words": "vocabulary", "head": "vocabulary"}
     plan |= {"*.up": "column", "*.down": "row"}
 
-    def trained(world: af.World, *behind: object) -> dict[str, torch.Tensor]:
-        state = af.TrainState.create(
-            model=Two,
-            optimizer=sgd,
-            setup=af.chain(af.tensor_parallel(plan, sequence=sequence), *behind),
-            world=world,
-        )
-        step = af.make_step(read)
-        for _ in range(2):
-            state, _ = step(state, LETTERS)
-        return af.full_params(state)
+    def fn(world: af.World) -> None:
+        found = []
+        for behind in ((), (af.checkpoint_activations(named),)):
+            split = af.tensor_parallel(plan, sequence=sequence)
+            state = af.TrainState.create(
+                model=Two, optimizer=sgd, setup=af.chain(split, *behind), world=world
+            )
+            for _ in range(2):
+                state, _ = af.make_step(read)(state, LETTERS)
+            found.append(af.full_params(state))
+        assert differences(*found) == []
 
     def named(name: str, _: nn.Module) -> bool:
         return name.rpartition(".")[2] in again
-
-    def fn(world: af.World) -> None:
-        one = trained(world)
-        other = trained(world, af.checkpoint_activations(named))
-        assert differences(one, other) == []
 
     on_two(fn)
