@@ -59,9 +59,8 @@ class Tailed(Net):
 class Foreign(nn.Module):
     """Says of its layer what Megatron's say."""
 
-    def __init__(self, world: af.World) -> None:
+    def __init__(self, _: object) -> None:
         super().__init__()
-        del world
         self.up = nn.Linear(WIDTH, WIDTH)
         vars(self.up.weight).update(tensor_model_parallel=True, partition_dim=0)
 
@@ -69,31 +68,33 @@ class Foreign(nn.Module):
 class Grouped(nn.Module):
     """Has one of Megatron's own, of a group of ranks."""
 
-    def __init__(self, world: af.World) -> None:
+    def __init__(self, layers: af.megatron.Layers, world: af.World) -> None:
         super().__init__()
-        config = af.megatron.layers(world).config
         # only now, for Megatron warns of what it misses when it is imported
         from megatron.core.tensor_parallel import ColumnParallelLinear
 
-        made = {"config": config, "init_method": nn.init.normal_, "bias": False}
-        tp = world.along("tp")
-        self.up = ColumnParallelLinear(WIDTH, WIDTH, **made, tp_group=tp.group)
+        made = {"config": layers.config, "init_method": nn.init.normal_, "bias": False}
+        group = world.along("tp").group
+        self.up = ColumnParallelLinear(WIDTH, WIDTH, **made, tp_group=group)
 
 
 def loss(net: nn.Module, words: torch.Tensor) -> torch.Tensor:
     return net(words).square().mean()
 
 
+def single() -> af.World:
+    return af.World.single(device="cpu")
+
+
 def state_of(
-    world: af.World, model: Any = Net, plan: Any = None, **options: Any
+    world: af.World, model: Any = Net, plan: Any = None, layers: Any = None, **more: Any
 ) -> af.TrainState:
-    layers = af.megatron.layers(world)
+    layers = layers or af.megatron.layers(world)
+    made = (layers, world) if model is Grouped else (layers,)
     return af.TrainState.create(
-        model=partial(model, layers)
-        if issubclass(model, Net)
-        else partial(model, world),
+        model=partial(model, *made),
         optimizer=partial(torch.optim.SGD, lr=0.1),
-        setup=af.tensor_parallel(plan or {}, **options),
+        setup=af.tensor_parallel(plan or {}, **more),
         world=world,
     )
 
@@ -102,36 +103,39 @@ def step_once(world: af.World, model: Any) -> Any:
     return af.make_step(loss)(state_of(world, model), torch.tensor([[0, 4], [9, 11]]))
 
 
-def on_two(fn: Any, *args: Any, **options: Any) -> Any:
-    return simulate(2, lambda world: fn(world, *args, **options), axes={"tp": 2})
+def on_ranks(size: int, fn: Any, *args: Any, **options: Any) -> Any:
+    return simulate(size, lambda w: fn(w, *args, **options), axes={"tp": size})
 
 
-@pytest.mark.parametrize(
-    ("model", "plan", "options", "said"),
-    [
-        (Net, {}, {"sequence": True}, "'words' is a Megatron layer, and accelfn does"),
-        (
-            Net,
-            {"up": "column"},
-            {},
-            "the plan says 'column' for 'up', but this is a layer of af.mega",
-        ),
-        (Net, {"down": "replicated"}, {}, "Remove it from the plan"),
-        (Tailed, {"tail": "replicated"}, {}, "but 'tail.1' is split. Instead"),
-        (Foreign, {}, {}, "'up' is a torch.nn.modules.linear.Linear that already has"),
-        (
-            Grouped,
-            {},
-            {},
-            "Grouped cannot be copied because of its attribute 'up.tp_group'",
-        ),
-    ],
-    ids=["sequence", "named", "shared", "inside", "foreign", "grouped"],
-)
-def test_what_cannot_be_split_is_refused(model, plan, options, said):
-    """When the state is made."""
+CANNOT = {
+    "sequence": (Net, {}, "'words' is a Megatron layer, and accelfn does"),
+    "named": (
+        *(Net, {"up": "column"}),
+        "the plan says 'column' for 'up', but this is a layer of af.mega",
+    ),
+    "shared": (Net, {"down": "replicated"}, "Remove it from the plan"),
+    "inside": (Tailed, {"tail": "replicated"}, "but 'tail.1' is split. Instead"),
+    "foreign": (
+        *(Foreign, {}),
+        "'up' is a torch.nn.modules.linear.Linear that already has",
+    ),
+    "grouped": (
+        *(Grouped, {}),
+        "Grouped cannot be copied because of its attribute 'up.tp_group'",
+    ),
+    "of another world": (Net, {}, 'made for 1 ranks along "tp", but the state'),
+}
+
+
+@pytest.mark.parametrize("case", CANNOT)
+def test_what_cannot_be_split_is_refused(case):
+    """When the state is made; layers of another world would be told of other ranks."""
+    model, plan, said = CANNOT[case]
+    more: Any = {"sequence": True} if case == "sequence" else {}
+    if case == "of another world":
+        more["layers"] = af.megatron.layers(single())
     with pytest.raises(ModelError, match=re.escape(said)):
-        on_two(state_of, model, plan, **options)
+        on_ranks(2, state_of, model, plan, **more)
 
 
 @pytest.mark.parametrize(
@@ -140,57 +144,24 @@ def test_what_cannot_be_split_is_refused(model, plan, options, said):
         (lambda layers: layers.vocabulary(8, 6), "'0' has 8 rows, which do not"),
         (lambda layers: layers.column(6, 8), "'0' has 8 output features"),
         (lambda layers: layers.row(8, 6), "'0' has 8 input features"),
+        # an empty plan splits nothing that does not split itself
+        (lambda _: nn.Linear(2, 2), "the plan is empty, and Sequential has no layer"),
     ],
-    ids=["vocabulary", "column", "row"],
+    ids=["vocabulary", "column", "row", "none"],
 )
 def test_features_that_do_not_divide_are_refused(make, said):
-    def fn(world: af.World) -> None:
-        af.TrainState.create(
-            model=lambda: nn.Sequential(make(af.megatron.layers(world))),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            setup=af.tensor_parallel(),
-            world=world,
-        )
-
     with pytest.raises(ModelError, match=said):
-        simulate(3, fn, axes={"tp": 3})
-
-
-def test_layers_of_another_world_are_refused():
-    """They would be told of other ranks than share them."""
-    layers = af.megatron.layers(af.World.single(device="cpu"))
-
-    def fn(world: af.World) -> None:
-        af.TrainState.create(
-            model=partial(Net, layers),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            setup=af.tensor_parallel(),
-            world=world,
-        )
-
-    with pytest.raises(ModelError, match='made for 1 ranks along "tp", but the state'):
-        on_two(fn)
-
-
-def test_no_layer_at_all_is_refused():
-    """An empty plan splits nothing that does not split itself."""
-    with pytest.raises(ModelError, match="the plan is empty, and Linear has no layer"):
-        af.TrainState.create(
-            model=partial(nn.Linear, 2, 2),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            setup=af.tensor_parallel(),
-            world=af.World.single(device="cpu"),
-        )
+        on_ranks(3, state_of, lambda layers: nn.Sequential(make(layers)))
 
 
 def test_parameters_have_the_dtype_that_was_asked_for():
-    layers = af.megatron.layers(af.World.single(device="cpu"), dtype=torch.float64)
+    layers = af.megatron.layers(single(), dtype=torch.float64)
     made = layers.column(2, 2), layers.row(2, 2), layers.vocabulary(2, 2)
     assert {p.dtype for each in made for p in each.parameters()} == {torch.float64}
 
 
 def test_biases_of_some_beside_features_of_all_are_refused():
-    layers = af.megatron.layers(af.World.single(device="cpu"))
+    layers = af.megatron.layers(single())
     with pytest.raises(ArgumentError, match="Leave out one of the two"):
         layers.column(2, 2, gather_output=True, skip_bias_add=True)
 
@@ -198,7 +169,7 @@ def test_biases_of_some_beside_features_of_all_are_refused():
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ArgumentError, match=re.escape("'accelfn[megatron]'")):
-        af.megatron.layers(af.World.single(device="cpu"))
+        af.megatron.layers(single())
 
 
 @pytest.mark.parametrize(
@@ -211,7 +182,7 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
 def test_a_model_that_is_another_in_parts_is_refused(model, said):
     """At the first step, as with torch's layers."""
     with pytest.raises(LossError, match=re.escape(said)):
-        on_two(step_once, model)
+        on_ranks(2, step_once, model)
 
 
 def test_an_export_has_parameters_and_nothing_of_megatron_s(tmp_path):
@@ -221,7 +192,7 @@ def test_an_export_has_parameters_and_nothing_of_megatron_s(tmp_path):
         state, _ = step_once(world, Net)
         af.export_model(state, tmp_path / "exported")
 
-    on_two(fn)
+    on_ranks(2, fn)
     plain = ["down.bias", "down.weight", "up.bias", "up.weight", "words.weight"]
     assert sorted(load_file(tmp_path / "exported" / "model.safetensors")) == plain
 
