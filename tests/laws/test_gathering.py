@@ -16,6 +16,7 @@ import accelfn as af
 from accelfn.testing import simulate
 from tests.laws.reading import REMAINDERS, Counting, Remembering, plain
 from tests.laws.worlds import DDP, single
+from tests.states import linear_state
 from tests.strategies import LOSSES, Run, differences, tensors
 
 COUNTS = st.lists(st.integers(1, 7), min_size=1, max_size=8)
@@ -59,18 +60,22 @@ def test_lockstep_together_is_together(counts: list[int]) -> None:
         in_lockstep(counts, "together")
 
 
-def trained(
-    world: af.World, run: Run, own: list[Any], rounds: list[Any] | None = None
-) -> list[dict[str, torch.Tensor]]:
-    """Return the state after a first update on each batch, of a rank's own or of all."""
-    found = []
-    batches = af.join_uneven(own, world) if rounds is None else rounds
-    step = af.make_step(LOSSES[run.loss])
+def by_update(world: af.World, run: Run, batches: Any) -> list[dict[str, Any]]:
+    """Return the state after a first update on each batch, and its loss."""
+    found, step = [], af.make_step(LOSSES[run.loss])
     for batch in batches:
-        state, metrics = step(run.state(world), batch)
+        state = run.state(world)
+        if start := getattr(batch, "start", None):  # of the state's own data
+            state = attrs.evolve(state, cursor=start)
+        state, metrics = step(state, batch)
         loss = torch.tensor(metrics.all_reduce_mean(world)["loss"])
         found.append({**tensors(state), "loss": loss})
     return found
+
+
+def check_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for one, two in zip(found, expected, strict=True):
+        assert differences(one, two) == []
 
 
 @given(
@@ -96,11 +101,13 @@ def test_lockstep_trains_on_the_mean_over_all(
         )
         for i in range(max(counts))
     ]
-    expected = trained(single(), attrs.evolve(run, setup=af.chain()), [], rounds)
-    for found in simulate(len(counts), lambda w: trained(w, run, own[w.rank])):
-        assert len(found) == len(expected)
-        for one, two in zip(found, expected, strict=True):
-            assert differences(one, two) == []
+    expected = by_update(single(), attrs.evolve(run, setup=af.chain()), rounds)
+
+    def fn(world: af.World) -> list[dict[str, Any]]:
+        return by_update(world, run, af.join_uneven(own[world.rank], world))
+
+    for found in simulate(len(counts), fn):
+        check_equal(found, expected)
 
 
 @given(
@@ -120,20 +127,13 @@ def test_uneven_data_need_no_join(
         run, setup=af.chain(DDP, af.accumulate(num_micro_batches=parts))
     )
 
-    def updates(world: af.World, run: Run) -> list[dict[str, torch.Tensor]]:
-        step = af.make_step(LOSSES[run.loss])
+    def updates(world: af.World, run: Run) -> list[dict[str, Any]]:
         batches = af.batches(run.state(world), until_epoch=1)
-        found = []
-        for batch in batches:
-            state = attrs.evolve(run.state(world), cursor=batch.start)
-            found.append(tensors(step(state, batch)[0]))
-        return found
+        return by_update(world, run, batches)
 
     expected = updates(single(), run)
     for found in simulate(size, partial(updates, run=split)):
-        assert len(found) == len(expected)
-        for one, two in zip(found, expected, strict=True):
-            assert differences(one, two) == []
+        check_equal(found, expected)
 
 
 # gather_valid
@@ -172,18 +172,14 @@ def test_what_is_gathered_is_each_sample_once(
 
     def gathered(world: af.World) -> list[Any]:
         split = [af.shard_data()] if sharded else []
-        state = af.TrainState.create(
-            model=lambda: torch.nn.Linear(1, 1),
-            optimizer=lambda named: torch.optim.SGD(named, lr=0.0),
-            data=af.Data(
-                values,
-                global_batch_size=batch_size,
-                remainder=remainder,
-                shuffle=not stream,
-            ),
-            setup=af.chain(*split, af.accumulate(num_micro_batches=parts)),
-            world=world,
+        data = af.Data(
+            values,
+            global_batch_size=batch_size,
+            remainder=remainder,
+            shuffle=not stream,
         )
+        setup = af.chain(*split, af.accumulate(num_micro_batches=parts))
+        state = linear_state(data=data, setup=setup, world=world)
         found = []
         for batch in af.batches(state, until_epoch=1):
             rows = [int(row[0]) for part in batch.micro_batches for row in part]
@@ -221,13 +217,8 @@ def test_results_meet_by_name(
 
     def gathered(world: af.World) -> list[dict[str, Any]]:
         order = orders[world.rank]
-        state = af.TrainState.create(
-            model=lambda: torch.nn.Linear(1, 1),
-            optimizer=lambda named: torch.optim.SGD(named, lr=0.0),
-            data=data,
-            setup=None if whole else af.shard_data(),
-            world=world,
-        )
+        setup = None if whole else af.shard_data()
+        state = linear_state(data=data, setup=setup, world=world)
         rows = af.predict(state, data, lambda _, batch: results(batch, order))
         found = [{name: row[name].tolist() for name in row} for row in rows]
         for batch in af.batches(state, until_epoch=1):
@@ -290,13 +281,9 @@ def test_what_is_left_early_harms_nothing(n, batch_size, size, left, at, kind):
 
     def one(world: af.World) -> None:
         def state() -> af.TrainState:
-            return af.TrainState.create(
-                model=lambda: torch.nn.Linear(1, 1),
-                optimizer=lambda named: torch.optim.SGD(named, lr=0.0),
-                data=af.Data(kind(n), global_batch_size=batch_size),
-                setup=DDP if world.size > 1 else None,
-                world=world,
-            )
+            data = af.Data(kind(n), global_batch_size=batch_size)
+            setup = DDP if world.size > 1 else None
+            return linear_state(data=data, setup=setup, world=world)
 
         inner, held_out = state(), af.Data(kind(n), global_batch_size=batch_size)
         expected = plain(af.batches(state(), until_epoch=2))
