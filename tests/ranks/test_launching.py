@@ -1,70 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launchers that meet, restart and report; ranks that mpirun or srun would have started."""
+"""Real processes that raise, exit, hang or are killed: the run ends, and others name the rank."""
 
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+import accelfn as af
 from tests.ports import free_port
-from tests.waiting import HANGS
+from tests.ranks.commands import LAUNCH, SCRIPTS, TRAINS, ended, launched, started
+from tests.waiting import HANGS, is_gone, wait_until
 
-SCRIPTS = Path(__file__).parent / "scripts"
-TRAINS = SCRIPTS / "trains.py"
+SCRIPT = TRAINS[1]
+PACKAGE = Path(af.__file__).parent
+GONE = "failed, left or did not arrive"
+LAUNCHERS = {
+    "accelfn": [*LAUNCH, "--nproc", 2],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2],
+}
 
 pytestmark = pytest.mark.ranks(2)
 
 
-def started(
-    words: list[object], env: Mapping[str, object] | None = None
-) -> subprocess.Popen[str]:
-    own = {name: str(value) for name, value in (env or {}).items()}
-    return subprocess.Popen(
-        [sys.executable, *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **own},
-    )
+def place(rank: int, size: int, port: int) -> dict[str, object]:
+    """Return the environment of a rank without a launcher."""
+    meets = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {"RANK": rank, "WORLD_SIZE": size, **meets}
 
 
-def launched(*words: object) -> subprocess.Popen[str]:
-    return started(["-m", "accelfn", "launch", *words])
+def report(error: str) -> list[str]:
+    """Return the lines of a launcher's last report."""
+    return error.rpartition("accelfn launch: ")[2].splitlines()
 
 
-def ended(runs: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """Wait for the ends, and see to them: return each exit code, and what was said."""
-    try:
-        said = [run.communicate(timeout=HANGS) for run in runs]
-    finally:
-        for run in runs:
-            run.kill()
-            run.communicate()
-    return [(r.returncode, out, err) for r, (out, err) in zip(runs, said, strict=True)]
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_run_ends_well(launcher):
+    """Two processes train, communicate and end with exit code 0, group closed."""
+    ((code, out, error),) = ended(started(*LAUNCHERS[launcher], SCRIPT))
+    assert code == 0, error
+    assert "done after 8 updates" in out
 
 
-def torchruns(rank: int, size: int, port: int) -> dict[str, object]:
-    place = {"RANK": rank, "WORLD_SIZE": size}
-    return {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_raises_ends_the_run(launcher):
+    """Its traceback comes before that of the rank that waited, which ends when it is asked to."""
+    ((code, out, error),) = ended(started(*LAUNCHERS[launcher], SCRIPT, "raise"))
+    assert code == 1
+    said = out + error
+    assert not re.search("SIGKILL|forcefully", said)
+    culprit = said.index("ValueError: boom on rank 1")
+    if "PeerFailedError:" in said:
+        assert culprit < said.index("PeerFailedError:")
 
 
-GONE = "failed, left or did not arrive"
+@pytest.mark.parametrize(("how", "code"), [("exit", 7), ("kill", 137)])
+def test_a_rank_that_goes_ends_the_run(how, code):
+    """The launcher names the rank that went, and ends with its code."""
+    ((found, _, error),) = ended(launched("--nproc", 2, SCRIPT, how))
+    assert found == code
+    assert "rank 1 failed first" in error
+    assert re.search("rank 0 (followed: PeerFailed|was ended by SIGTERM)", error)
 
 
 def test_the_launchers_axes_are_the_worlds():
     """`--axes` reaches `World.from_env()` in each rank, before a variable that was set."""
-    words = ["-m", "accelfn", "launch", "--nproc", 2, "--axes", "dp_shard=-1"]
-    run = started([*words, SCRIPTS / "axes.py"], {"ACCELFN_AXES": "tp=2"})
-    ((code, out, error),) = ended([run])
+    words = ["--nproc", 2, "--axes", "dp_shard=-1", SCRIPTS / "axes.py"]
+    ((code, out, error),) = ended(launched(*words, ACCELFN_AXES="tp=2"))
     assert code == 0, error
     assert sorted(line.removeprefix("[rank 1] ") for line in out.splitlines()) == [
-        "rank 0 of 2 along dp_shard, whose ranks sum to 3.0",
-        "rank 1 of 2 along dp_shard, whose ranks sum to 3.0",
+        f"rank {rank} of 2 along dp_shard, whose ranks sum to 3.0" for rank in range(2)
     ]
 
 
@@ -74,7 +82,6 @@ def test_the_launchers_axes_are_the_worlds():
         (2, "raise", 1, "rank 1 raised ValueError: boom on rank 1 at update 3"),
         (2, "exit", 7, "rank 1 raised SystemExit: 7 at update 3"),
         (2, "kill", -9, f"rank 1 {GONE}"),
-        (2, "stop", None, f"rank 1 {GONE}"),
         (4, "stop", None, f"rank 1 {GONE}"),
     ],
 )
@@ -83,19 +90,15 @@ def test_others_say_for_whom_they_waited(size, how, code, says):
 
     Of two ranks, the other waits for three seconds; more of them share the same few cores.
     """
-    port = free_port()
-    runs = [
-        started([TRAINS, how, 1, 1.5 * size], torchruns(rank, size, port))
-        for rank in range(size)
-    ]
+    port, words = free_port(), [*TRAINS, how, 1, 1.5 * size]
+    runs = [started(*words, **place(rank, size, port)) for rank in range(size)]
     lost = runs.pop(1)
     try:
-        for found, _, error in ended(runs):
+        for found, _, error in ended(*runs):
             assert found == 1
+            waited = "waited in 'DistributedDataParallel backward' at update 3"
             said = re.search(
-                r"PeerFailedError: Rank \d of \d waited in 'DistributedDataParallel backward'"
-                r" at update 3, but (.*?)\. ",
-                error,
+                rf"PeerFailedError: Rank \d of \d {waited}, but (.*?)\. ", error
             )
             assert said is not None, error
             assert said[1] == says
@@ -108,83 +111,63 @@ def test_others_say_for_whom_they_waited(size, how, code, says):
 
 def test_a_stopped_rank_is_the_culprit():
     """SIGSTOP is no end: the launcher finds the rank, ends it, and names it first."""
-    ((code, out, error),) = ended([launched("--nproc", 2, TRAINS, "stop", 1, 3)])
+    ((code, out, error),) = ended(launched("--nproc", 2, SCRIPT, "stop", 1, 3))
     assert code == 128 + signal.SIGSTOP
     # and not ended by SIGKILL at last; a busy machine asks it once more before it is gone
     assert set(out.splitlines()) == {"[rank 1] asked to end"}
-    report = error.rpartition("accelfn launch: ")[2].splitlines()
-    assert report[0].startswith("rank 1 failed first (stopped by SIGSTOP, pid ")
-    assert report[1].startswith("It left no traceback: a person")
-    assert report[2].startswith("rank 0 followed: PeerFailedError: Rank 0 of 2 waited")
+    lines = report(error)
+    assert lines[0].startswith("rank 1 failed first (stopped by SIGSTOP, pid ")
+    assert lines[1].startswith("It left no traceback: a person")
+    assert lines[2].startswith("rank 0 followed: PeerFailedError: Rank 0 of 2 waited")
 
 
 def test_a_rank_that_hangs_is_the_culprit():
     """Nothing failed but those that waited: the launcher shows where the other one was."""
-    ((code, _, error),) = ended([launched("--nproc", 3, TRAINS, "hang", 1, 4)])
+    ((code, _, error),) = ended(launched("--nproc", 3, SCRIPT, "hang", 1, 4))
     assert code == 128 + signal.SIGTERM
-    report = error.rpartition("accelfn launch: ")[2].splitlines()
-    assert "rank 1 failed first (the other ranks waited for it, pid " in report[0]
+    lines = report(error)
+    assert "rank 1 failed first (the other ranks waited for it, pid " in lines[0]
     assert (
-        report[1]
+        lines[1]
         == "It had not raised an error; the launcher ended it. Its stack, most recent call first:"
     )
-    assert re.fullmatch(rf'  File "{TRAINS}", line \d+ in fail', report[2])
-    assert re.fullmatch(rf'  File "{TRAINS}", line \d+ in <module>', report[-3])
-    for rank, line in zip((0, 2), report[-2:], strict=True):
-        assert line.startswith(
-            f"rank {rank} followed: PeerFailedError: Rank {rank} of 3 "
-        )
+    assert re.fullmatch(rf'  File "{SCRIPT}", line \d+ in fail', lines[2])
+    assert re.fullmatch(rf'  File "{SCRIPT}", line \d+ in <module>', lines[-3])
+    for rank, line in zip((0, 2), lines[-2:], strict=True):
+        followed = f"rank {rank} followed: PeerFailedError: Rank {rank} of 3 "
+        assert line.startswith(followed)
         assert f"but rank 1 {GONE}." in line
 
 
 def test_two_processes_of_one_rank_are_refused():
     """All that meet are told, at once."""
     port = free_port()
-    runs = [started([TRAINS], torchruns(rank, 3, port)) for rank in (0, 1, 1)]
-    for code, _, error in ended(runs):
+    runs = [started(*TRAINS, **place(rank, 3, port)) for rank in (0, 1, 1)]
+    for code, _, error in ended(*runs):
         assert code == 1
         assert "3 processes connected, but 2 with rank 1 and none with rank 2." in error
 
 
 def test_a_world_can_be_opened_again():
     """What ranks meet by outlives a world, and is not taken for the next one's."""
-    ((code, out, error),) = ended([launched("--nproc", 2, SCRIPTS / "opens.py")])
+    ((code, out, error),) = ended(launched("--nproc", 2, SCRIPTS / "opens.py"))
     assert code == 0, error
     assert sorted(line[-5:] for line in out.splitlines()) == ["0 3.0", "1 3.0", "2 3.0"]
 
 
-def test_restarts_go_on_from_the_checkpoint(tmp_path):
-    """A failure is reported, all ranks start again, and go on where they last saved."""
-    script = SCRIPTS / "restarts.py"
-    run = launched("--nproc", 2, "--max-restarts", 1, script, tmp_path)
-    ((code, out, error),) = ended([run])
-    assert code == 0, error
-    assert sorted(re.findall(r"rank \d from.*", out)) == [
-        "rank 0 from 0",
-        "rank 0 from 4",
-        "rank 1 from 0",
-        "rank 1 from 4",
-    ]
-    assert out.count("done 8") == 2
-    report = error.rpartition("accelfn launch: ")[2]
-    assert report.startswith("rank 1 failed first (exit code 1, pid ")
-    assert "ValueError: out of luck\nrank 0 " in report
-    assert report.endswith("restart 1 of 1 follows\n")
+# restarts and several machines
 
 
 def test_each_attempt_is_reported_for_itself(tmp_path):
     """Another rank fails after the restart, and it alone is named then."""
     script = tmp_path / "fails.py"
     script.write_text(FAILS_IN_TURN)
-    ((code, _, error),) = ended(
-        [launched("--nproc", 2, "--max-restarts", 1, script, tmp_path)]
-    )
+    run = launched("--nproc", 2, "--max-restarts", 1, script, tmp_path)
+    ((code, _, error),) = ended(run)
     assert code == 1, error
-    first, second = error.split("accelfn launch: ")[-2:]
-    assert first.startswith("rank 1 failed first (exit code 1, pid ")
-    assert "RuntimeError: attempt 0" in first
-    assert second.startswith("rank 0 failed first (exit code 1, pid ")
-    assert "RuntimeError: attempt 1" in second
+    for attempt, said in enumerate(error.split("accelfn launch: ")[-2:]):
+        assert said.startswith(f"rank {1 - attempt} failed first (exit code 1, pid ")
+        assert f"RuntimeError: attempt {attempt}" in said
 
 
 FAILS_IN_TURN = """\
@@ -202,32 +185,32 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("how", ["numbered", "dynamic"])
+@pytest.mark.parametrize("how", ["alone", "numbered", "dynamic"])
 def test_machines_meet_and_restart(how, tmp_path):
-    """Two launchers make one run, by number or by torch's rendezvous; all start again."""
+    """One launcher, or two that meet by number or by torch's rendezvous: all start again.
+
+    A failure is reported, and ranks go on where they last saved.
+    """
     port, script = free_port(), SCRIPTS / "restarts.py"
-    common = ["--nproc", 1, "--num-machines", 2, "--max-restarts", 1]
-    meets = {
-        "numbered": ["--main-address", "127.0.0.1", "--main-port", port],
-        "dynamic": ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "a run"],
+    many = ["--nproc", 1, "--num-machines", 2, "--max-restarts", 1]
+    by_number = ["--main-address", "127.0.0.1", "--main-port", port]
+    by_name = ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "a run"]
+    words = {
+        "alone": [["--nproc", 2, "--max-restarts", 1]],
+        "numbered": [[*many, *by_number, "--machine-rank", rank] for rank in range(2)],
+        "dynamic": [[*many, *by_name]] * 2,
     }[how]
-    runs: list[subprocess.Popen[str]] = []
-    for rank in range(2):
-        number = ["--machine-rank", rank] if how == "numbered" else []
-        runs.append(launched(*common, *meets, *number, script, tmp_path))
-    found = ended(runs)
-    assert [code for code, _, _ in found] == [0, 0], found
+    found = ended(*[launched(*each, script, tmp_path) for each in words])
+    assert {code for code, _, _ in found} == {0}, found
     said = "".join(out for _, out, _ in found)
     assert sorted(re.findall(r"rank \d from.*", said)) == [
-        "rank 0 from 0",
-        "rank 0 from 4",
-        "rank 1 from 0",
-        "rank 1 from 4",
+        f"rank {rank} from {step}" for rank in range(2) for step in (0, 4)
     ]
     assert said.count("done 8") == 2
     errors = "".join(error for _, _, error in found)
-    assert errors.count("rank 1 failed first") == 1
-    assert "ValueError: out of luck" in errors
+    assert errors.count("rank 1 failed first (exit code 1, pid ") == 1
+    assert "ValueError: out of luck\n" in errors
+    assert "restart 1 of 1 follows\n" in errors
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -235,8 +218,8 @@ def test_a_machine_that_waits_alone_says_so(rank):
     """Where the others do not come, the launcher says where it waited, and for how long."""
     port = free_port()
     meets = ["--main-address", "127.0.0.1", "--main-port", port, "--join-timeout", 1]
-    run = launched("--num-machines", 2, "--machine-rank", rank, *meets, TRAINS)
-    ((code, out, error),) = ended([run])
+    run = launched("--num-machines", 2, "--machine-rank", rank, *meets, SCRIPT)
+    ((code, out, error),) = ended(run)
     assert (code, out) == (2, "")
     said = error.splitlines()[-1]
     assert f"the machines did not connect at 127.0.0.1:{port} within 1 s" in said
@@ -244,30 +227,139 @@ def test_a_machine_that_waits_alone_says_so(rank):
 
 
 def open_mpi(rank: int, port: int) -> dict[str, object]:
-    names = "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"
-    place = zip(names, (rank, 2, rank, 2), strict=True)
-    found = {f"OMPI_COMM_WORLD_{name}": value for name, value in place}
+    numbers = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
+    found = {f"OMPI_COMM_WORLD_{name}": value for name, value in numbers.items()}
     return {**found, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 def slurm(rank: int, port: int) -> dict[str, object]:
-    return {
-        "SLURM_PROCID": rank,
-        "SLURM_LOCALID": rank,
-        "SLURM_NODEID": 0,
-        "SLURM_NTASKS": 2,
-        "SLURM_STEP_NUM_TASKS": 2,
-        "SLURM_STEP_TASKS_PER_NODE": 2,
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_JOB_ID": port,  # the job's port follows from it
-        "SLURM_STEP_ID": 0,
-    }
+    step = {"NUM_TASKS": 2, "TASKS_PER_NODE": 2, "NODELIST": "localhost", "ID": 0}
+    # the job's port follows from its number
+    task = {"PROCID": rank, "LOCALID": rank, "NODEID": 0, "NTASKS": 2, "JOB_ID": port}
+    found = {**task, **{f"STEP_{name}": value for name, value in step.items()}}
+    return {f"SLURM_{name}": value for name, value in found.items()}
 
 
-@pytest.mark.parametrize("place", [open_mpi, slurm])
-def test_ranks_of_mpirun_and_srun_train(place):
+@pytest.mark.parametrize("variables", [open_mpi, slurm])
+def test_ranks_of_mpirun_and_srun_train(variables):
     """Two processes in such an environment find each other, train and end well."""
     port = free_port()
-    found = ended([started([TRAINS], place(rank, port)) for rank in range(2)])
+    runs = [started(*TRAINS, **variables(rank, port)) for rank in range(2)]
+    found = ended(*runs)
     assert [code for code, _, _ in found] == [0, 0], found
     assert sum("done after 8 updates" in out for _, out, _ in found) == 1
+
+
+# signals
+
+
+@pytest.mark.parametrize("to", ["launcher", "rank 1"])
+def test_a_launched_run_stops_and_goes_on(to, tmp_path):
+    """SIGTERM to the launcher or to a rank: both ranks save one update, and exit with 143.
+
+    They did not fail, so they are not started again.
+    """
+
+    def stops(folder: str, updates: int) -> subprocess.Popen[str]:
+        words = ["--nproc", 2, "--max-restarts", 1, SCRIPTS / "stops.py"]
+        return launched(*words, tmp_path / folder, updates)
+
+    def finished(folder: str, updates: int) -> set[str]:
+        ((code, out, error),) = ended(stops(folder, updates))
+        assert code == 0, error
+        return set(re.findall(r"done .*", out))
+
+    store = af.CheckpointStore(tmp_path / "cut")
+    run = stops("cut", 10**6)
+    assert run.stdout is not None
+    lines = sorted(run.stdout.readline() for _ in range(2))  # rank 1's has a [
+    pids = [int(line.split("process ")[1].split()[0]) for line in lines[::-1]]
+    wait_until(lambda: bool(store.steps) or run.poll() is not None)
+    os.kill(run.pid if to == "launcher" else pids[int(to[-1])], signal.SIGTERM)
+    ((code, out, error),) = ended(run)
+    assert code == 143, error
+    assert "done" not in out
+    assert "Traceback" not in error
+    assert "SIGTERM" in error.splitlines()[-1]
+    assert list(store.directory.glob(".*")) == []
+    updates = store.steps[-1] + 20
+    whole = finished("whole", updates)
+    assert len(whole) == 1
+    assert whole == finished("cut", updates)
+
+
+def test_a_signal_waits_for_a_collective():
+    """Asked to end while it waits for a rank that hangs, a rank ends in time, and says why."""
+    port = free_port()
+    words = [sys.executable, SCRIPTS / "waits.py"]
+    first, hangs = (started(*words, **place(rank, 2, port)) for rank in range(2))
+    try:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "waits\n"
+        os.kill(first.pid, signal.SIGTERM)
+        ((code, _, error),) = ended(first)
+    finally:
+        hangs.kill()
+        hangs.communicate()
+    assert code == 1
+    assert f"waited in 'stopping', but rank 1 {GONE}" in error
+
+
+CALLS = """
+import os, sys, threading
+from pathlib import Path
+import accelfn as af
+
+def work(world, folder):
+    Path(folder, f"pid-{world.rank}").write_text(str(os.getpid()))
+    threading.Event().wait()
+
+def launch():
+    af.launch(2, work, sys.argv[1], device="cpu")
+
+thread = threading.Thread(target=launch)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize("how", ["launcher", "caller"])
+def test_ranks_end_with_a_launcher_that_is_killed(how, tmp_path):
+    """They are asked to end, as the launcher would ask: those that can save have saved.
+
+    A function's ranks end with the kernel of the notebook, from whichever thread it was.
+    """
+    script = tmp_path / "calls.py"
+    script.write_text(CALLS)
+    command = {
+        "launcher": [*LAUNCH, "--nproc", 2, SCRIPTS / "outlives.py"],
+        "caller": [sys.executable, script],
+    }[how]
+    run, ranks = started(*command, tmp_path), list[int]()
+    files = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    try:
+        wait_until(lambda: all(f.exists() and f.read_text() for f in files))
+        ranks += [int(file.read_text()) for file in files]
+        assert not any(is_gone(pid) for pid in ranks)
+        run.kill()
+        assert run.wait() == -signal.SIGKILL
+        wait_until(lambda: all(is_gone(pid) for pid in ranks))
+    finally:
+        run.kill()
+        run.communicate()
+        for pid in ranks:
+            if not is_gone(pid):
+                os.kill(pid, signal.SIGKILL)
+    if how == "launcher":
+        assert all((tmp_path / f"saved-{rank}").exists() for rank in range(2))
+
+
+def test_a_rank_whose_launcher_is_gone_does_not_begin(tmp_path):
+    """One that is started as its launcher is killed ends before the script's first line."""
+    script = tmp_path / "writes.py"
+    script.write_text("open('written', 'w')")
+    worker = PACKAGE / "launching" / "worker.py"
+    words = [sys.executable, worker, str(os.getpid() + 1), script]
+    done = subprocess.run(words, cwd=tmp_path, check=False, timeout=HANGS)
+    assert done.returncode == -signal.SIGTERM
+    assert not (tmp_path / "written").exists()

@@ -9,15 +9,21 @@ import pytest
 
 from tests.ports import free_port
 from tests.ranks import slurm
-from tests.ranks.agreeing import AGREES, TRAINS, ended, places, started
+from tests.ranks.commands import (
+    AGREES,
+    LAUNCH,
+    ONE_MACHINE,
+    TRAINS,
+    ended,
+    places,
+    started,
+)
 from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.ranks(2),
     pytest.mark.skipif(bool(slurm.MISSING), reason=f"no {', '.join(slurm.MISSING)}"),
 ]
-LAUNCH = [sys.executable, "-m", "accelfn", "launch"]
-ONE_MACHINE = ["0 of 2, 0 of 2 on machine 0", "1 of 2, 1 of 2 on machine 0"]
 TWO_MACHINES = ["0 of 2, 0 of 1 on machine 0", "1 of 2, 0 of 1 on machine 1"]
 REFUSED = "WorldError: SLURM_NTASKS=2, but srun did not start"
 
@@ -30,7 +36,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, s
 
 def run(name: str, words: list[str], env: Mapping[str, str]) -> tuple[int, str, str]:
     """Run one of Slurm's commands."""
-    return ended(started([shutil.which(name) or name, *words], env))
+    (found,) = ended(started(shutil.which(name), *words, **env))
+    return found
 
 
 def wait(job: str, env: Mapping[str, str]) -> None:

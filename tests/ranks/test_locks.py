@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real processes: signals to a launched run, a race for a lock, a disk's limit."""
+"""Real processes that save: a race for a lock, a holder that is killed, a disk's limit."""
 
 import os
 import re
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,90 +15,7 @@ import torch
 import accelfn as af
 from tests.internals import Lock, RankProcess
 from tests.laws.states import is_of, state_of
-from tests.ports import free_port
 from tests.waiting import HANGS, heard
-
-SCRIPT = Path(__file__).parent / "scripts" / "stops.py"
-
-
-def launched(directory: Path, updates: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "accelfn", "launch", "--nproc", "2"]
-    return subprocess.Popen(
-        [*command, "--max-restarts", "1", str(SCRIPT), str(directory), str(updates)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def finished(directory: Path, updates: int) -> set[str]:
-    """Run to the end, and return what the ranks say."""
-    with launched(directory, updates) as run:
-        out, err = run.communicate(timeout=HANGS)
-    assert run.returncode == 0, err
-    return set(re.findall(r"done .*", out))
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("to", ["launcher", "rank 1"])
-def test_a_launched_run_stops_and_goes_on(to, tmp_path):
-    """SIGTERM to the launcher or to a rank: both ranks save one update, and exit with 143.
-
-    They did not fail, so they are not started again.
-    """
-    store = af.CheckpointStore(tmp_path / "cut")
-    with launched(store.directory, 10**6) as run:
-        try:
-            assert run.stdout is not None
-            lines = sorted(run.stdout.readline() for _ in range(2))  # rank 1's has a [
-            pids = [int(line.split("process ")[1].split()[0]) for line in lines[::-1]]
-            while not store.steps:
-                assert run.poll() is None
-            pid = run.pid if to == "launcher" else pids[int(to[-1])]
-            os.kill(pid, signal.SIGTERM)
-            out, err = run.communicate(timeout=HANGS)
-        finally:
-            run.kill()
-    assert run.returncode == 143, err
-    assert "done" not in out
-    assert "Traceback" not in err
-    assert "SIGTERM" in err.splitlines()[-1]
-    assert list(store.directory.glob(".*")) == []
-    updates = store.steps[-1] + 20
-    whole = finished(tmp_path / "whole", updates)
-    assert len(whole) == 1
-    assert whole == finished(store.directory, updates)
-
-
-@pytest.mark.ranks(2)
-def test_a_signal_waits_for_a_collective():
-    """Asked to end while it waits for a rank that hangs, a rank ends in time, and says why."""
-    command = [sys.executable, str(SCRIPT.with_name("waits.py"))]
-    meets = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    runs = [
-        subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **meets, "WORLD_SIZE": "2", "RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert runs[0].stdout is not None
-        assert runs[0].stdout.readline() == "waits\n"
-        os.kill(runs[0].pid, signal.SIGTERM)
-        _, error = runs[0].communicate(timeout=HANGS)
-        assert runs[0].returncode == 1
-        assert (
-            "waited in 'stopping', but rank 1 failed, left or did not arrive" in error
-        )
-    finally:
-        for run in runs:
-            run.kill()
-            run.communicate()
 
 
 def racing(pipe: Connection) -> None:
