@@ -3,33 +3,111 @@
 
 import tempfile
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.fsdp import fully_shard
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.internals import fold_axes
 from tests.laws.drawn_models import Drawing, drawings, drawn_in
 from tests.laws.layers_of_megatron import HEAD_NORMS, MegatronSpeech
 from tests.laws.long_texts import Text, engines, loss_of_tokens, texts
 from tests.laws.parallel_layers import DDP, FSDP, PLAN, Lying, Speech, speeches
-from tests.laws.split_models import LOSSES, Run, runs, wraps
+from tests.laws.split_models import LOSSES, OPTIMIZERS, Net, Run, runs, wraps
 from tests.processes import run_ranks
 from tests.ranks import programs_of_layers
 from tests.ranks.programs_of_layers import by_accelfn
-from tests.ranks.programs_of_shards import UPDATES, Training, by_hand, swaps
-from tests.strategies import differences
+from tests.strategies import differences, tensors
 
 pytestmark = pytest.mark.ranks(2)
 
+UPDATES = 3
+
+
+@attrs.frozen
+class Training:
+    """A training of a few updates; what it saves half-way is loaded again."""
+
+    run: Run
+    wrap: object
+    axes: Mapping[str, int]
+    folder: str
+
+    def __call__(self, world: af.World) -> list[Any]:
+        """Train; return the state's tensors after each update, and metrics."""
+        state, seen = self.run.state(world, self.wrap), list[Any]()
+        step = af.make_step(LOSSES[self.run.loss])
+        for batch in self.run.batches(state, UPDATES):
+            state, metrics = step(state, batch)
+            seen += [tensors(state), metrics.all_reduce_mean(world)]
+        place = Path(self.folder, f"of-{type(world.group).__name__}")
+        af.save(state, place)
+        loaded = af.load(self.run.state(world, self.wrap), place)
+        held_out = af.evaluate(loaded, self.run.data(), LOSSES[self.run.loss])
+        return [*seen, tensors(loaded), held_out]
+
+
+def by_hand(world: af.World, run: Run) -> dict[str, torch.Tensor]:
+    """Train with torch's fully_shard and optimizer alone, as its tutorial does.
+
+    Each rank has as many samples of a batch, so the mean over ranks is that over samples.
+    """
+    torch.manual_seed(run.seed)
+    net = Net(run.dtype, in_list=run.in_list)
+    values = run.state(af.World()).params
+    net.load_state_dict({**net.state_dict(), **values})
+    whole = {param for param in net.parameters() if not param.ndim}
+    mesh = fold_axes(world).mesh
+    for unit in net.blocks:
+        fully_shard(unit, mesh=mesh)
+    fully_shard(net, mesh=mesh, ignored_params=whole)
+    optimizer = OPTIMIZERS[run.optimizer](
+        [(n, p) for n, p in net.named_parameters() if p.requires_grad]
+    )
+    for batch in run.batches(run.state(af.World()), UPDATES):
+        share = [value.tensor_split(world.size)[world.rank] for value in batch.value]
+        LOSSES["mean"](net, share).backward()
+        for param in whole:
+            param.grad = af.all_reduce(param.grad, world, op="mean")
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        name: getattr(param, "full_tensor", lambda param=param: param)().detach()
+        for name, param in net.named_parameters()
+    }
+
+
+def swaps(world: af.World) -> int:
+    """Return how many all-to-all calls a step of a model of two layers makes."""
+    state = af.TrainState.create(
+        model=lambda: torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in "ab"]),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        setup=af.wrap_fsdp(),
+        world=world,
+    )
+    step = af.make_step(lambda model, batch: model[1](model[0](batch)).sum())
+    state, _ = step(state, torch.ones(1, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        counted = mock.Mock(wraps=dist.all_to_all_single)
+        patch.setattr(dist, "all_to_all_single", counted)
+        step(state, torch.ones(1, 2))
+    return counted.call_count
+
+
 SQUARE = {"dp_replicate": 2, "dp_shard": 2}
-PAIRS = {"dp_shard": 2, "cp": 2}
+PAIRS = {"dp_shard": 2, "tp": 2}
 
 
 @given(run=runs(), wrap=wraps)
@@ -52,6 +130,19 @@ def test_units_cross_by_all_to_all():
     assert run_ranks(2, swaps, axes={"dp_shard": 2}) == [gathers + reductions] * 2
 
 
+def on_four_ranks(program: Any, axes: dict[str, int], within: float = 1e-12) -> None:
+    """Compare real ranks with simulated ones, up to rounding.
+
+    Gloo adds up in an order of its own what four ranks have.
+    """
+    simulated = simulate(4, program, axes=axes)
+    for one, other in zip(simulated, run_ranks(4, program, axes=axes), strict=True):
+        ours, theirs = ([e] if isinstance(e, dict) else e for e in (one, other))
+        for pair in zip(ours, theirs, strict=True):
+            numbers = ({n: torch.as_tensor(v) for n, v in e.items()} for e in pair)
+            assert differences(*numbers, within=within) == []
+
+
 together = st.just(af.identity())
 apart = st.builds(af.local_sgd, sync_every=st.integers(1, 2), opt_state=st.booleans())
 
@@ -64,36 +155,20 @@ apart = st.builds(af.local_sgd, sync_every=st.integers(1, 2), opt_state=st.boole
 def test_copies_of_split_models_train_as_on_gloo(
     dtype: torch.dtype, near: float, run: Run, wrap: object, copies: object
 ) -> None:
-    """Up to rounding: Gloo adds up in an order of its own what four ranks have.
-
-    torch divides by the number of ranks otherwise in 32 bits than in 64.
-    """
+    """Up to rounding: torch divides by the number of ranks otherwise in 32 bits than in 64."""
     run = attrs.evolve(run, dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
         training = Training(run, af.chain(wrap, copies), SQUARE, folder)
-        simulated = simulate(4, training, axes=SQUARE)
-        real = run_ranks(4, training, axes=SQUARE)
-        for one, other in zip(simulated, real, strict=True):
-            for ours, theirs in zip(
-                map(numbers, one), map(numbers, other), strict=True
-            ):
-                assert differences(ours, theirs, within=near) == []
+        on_four_ranks(training, SQUARE, within=near)
 
 
 @settings(max_examples=3)
 @given(run=runs(), axis=st.sampled_from(["dp_shard", "dp_replicate"]), every=apart)
 def test_workers_train_as_on_gloo(run: Run, axis: str, every: object) -> None:
-    """Up to rounding, as of copies that are split: four ranks compare and evaluate together."""
+    """As copies that are split: four ranks compare and evaluate together."""
     with tempfile.TemporaryDirectory() as folder:
         setup = af.chain(af.wrap_ddp(within=axis), every)
-        training = Training(run, setup, SQUARE, folder)
-        simulated = simulate(4, training, axes=SQUARE)
-        real = run_ranks(4, training, axes=SQUARE)
-        for one, other in zip(simulated, real, strict=True):
-            for ours, theirs in zip(
-                map(numbers, one), map(numbers, other), strict=True
-            ):
-                assert differences(ours, theirs, within=1e-12) == []
+        on_four_ranks(Training(run, setup, SQUARE, folder), SQUARE)
 
 
 @settings(max_examples=5)
@@ -102,9 +177,7 @@ def test_split_sequences_train_as_on_gloo(text: Text, engine: object) -> None:
     """States and metrics of two ranks, and of two pairs of them, bitwise or up to rounding."""
     training = partial(read, text=text, engine=engine)
     simulate(2, training, axes={"cp": 2}, also="processes")
-    simulated = simulate(4, training, axes=PAIRS)
-    for ours, theirs in zip(simulated, run_ranks(4, training, axes=PAIRS), strict=True):
-        assert differences(numbers(ours), numbers(theirs), within=1e-12) == []
+    on_four_ranks(training, {"dp_shard": 2, "cp": 2})
 
 
 @settings(max_examples=5)
@@ -113,11 +186,8 @@ def test_split_layers_train_as_on_gloo(speech: Speech, engine: Any) -> None:
     """States and metrics of two ranks, and of two pairs of them, bitwise or up to rounding."""
     pair = partial(by_accelfn, speech=speech, lying=Lying({"tp": 2}))
     simulate(2, pair, axes={"tp": 2}, also="processes")
-    axes = {"dp_shard": 2, "tp": 2}
-    pairs = partial(by_accelfn, speech=speech, lying=Lying(axes, engine))
-    simulated = simulate(4, pairs, axes=axes)
-    for ours, theirs in zip(simulated, run_ranks(4, pairs, axes=axes), strict=True):
-        assert differences(numbers(ours), numbers(theirs), within=1e-12) == []
+    lying = Lying(PAIRS, engine)
+    on_four_ranks(partial(by_accelfn, speech=speech, lying=lying), PAIRS)
 
 
 @settings(max_examples=5)
@@ -134,21 +204,6 @@ def test_what_is_drawn_in_parts_is_the_same_on_gloo(
         assert differences(alone, found) == []
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_layers_by_hand_do_the_same(size):
-    """torch's parallelize_module, on as many real processes."""
-    speech, axes = Speech(6, 3, PLAN), {"tp": size}
-    ours = partial(by_accelfn, speech=speech, lying=Lying(axes))
-    theirs = partial(programs_of_layers.by_hand, speech=speech)
-    for one, other in zip(
-        run_ranks(size, ours, axes=axes),
-        run_ranks(size, theirs, axes=axes),
-        strict=True,
-    ):
-        params = {name: value for name, value in one.items() if name in other}
-        assert differences(other, params, within=1e-12) == []
-
-
 @settings(max_examples=2)
 @given(
     speech=speeches(plan=HEAD_NORMS, padding=None).map(MegatronSpeech.like),
@@ -158,11 +213,8 @@ def test_layers_of_megatron_train_as_on_gloo(
     speech: MegatronSpeech, engine: Any
 ) -> None:
     """Two pairs of real processes, up to rounding."""
-    axes = {"dp_shard": 2, "tp": 2}
-    pairs = partial(by_accelfn, speech=speech, lying=Lying(axes, engine))
-    simulated = simulate(4, pairs, axes=axes)
-    for ours, theirs in zip(simulated, run_ranks(4, pairs, axes=axes), strict=True):
-        assert differences(numbers(ours), numbers(theirs), within=1e-12) == []
+    lying = Lying(PAIRS, engine)
+    on_four_ranks(partial(by_accelfn, speech=speech, lying=lying), PAIRS)
 
 
 def megatron_by_hand(world: af.World, speech: MegatronSpeech) -> Any:
@@ -174,22 +226,6 @@ def megatron_by_hand(world: af.World, speech: MegatronSpeech) -> Any:
         return programs_of_megatron.by_hand(world, speech)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("tied", [False, True])
-def test_megatron_by_hand_does_the_same(size, tied):
-    """Its own layers of a rank's parts, and an optimizer, on as many real processes."""
-    speech, axes = MegatronSpeech(6, 3, HEAD_NORMS, tied=tied), {"tp": size}
-    ours = partial(by_accelfn, speech=speech, lying=Lying(axes))
-    theirs = partial(megatron_by_hand, speech=speech)
-    for one, other in zip(
-        run_ranks(size, ours, axes=axes),
-        run_ranks(size, theirs, axes=axes),
-        strict=True,
-    ):
-        params = {name: value for name, value in one.items() if name in other}
-        assert differences(other, params, within=1e-12) == []
-
-
 def read(world: af.World, text: Text, engine: object) -> dict[str, Any]:
     """Return the parameters after two updates, and the metrics of the last."""
     state = text.state(world, engine, text.sharing)
@@ -197,11 +233,6 @@ def read(world: af.World, text: Text, engine: object) -> dict[str, Any]:
     for batch in islice(af.batches(state), 2):
         state, metrics = step(state, batch)
     return {**af.full_params(state, at="train"), **metrics.all_reduce_mean(world)}
-
-
-def numbers(found: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return a state's tensors, or metrics, as tensors."""
-    return {name: torch.as_tensor(value) for name, value in found.items()}
 
 
 def trained(world: af.World, run: Run) -> dict[str, torch.Tensor]:
@@ -212,14 +243,41 @@ def trained(world: af.World, run: Run) -> dict[str, torch.Tensor]:
     return af.full_params(state, at="train")
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_loop_by_hand_does_the_same(size, optimizer):
-    """torch's fully_shard and an optimizer of DTensors, on as many real processes."""
+def of_layers(size: int) -> tuple[Any, Any]:
+    speech, lying = Speech(6, 3, PLAN), Lying({"tp": size})
+    ours = partial(by_accelfn, speech=speech, lying=lying)
+    return ours, partial(programs_of_layers.by_hand, speech=speech)
+
+
+def of_megatron(size: int, *, tied: bool) -> tuple[Any, Any]:
+    speech = MegatronSpeech(6, 3, HEAD_NORMS, tied=tied)
+    ours = partial(by_accelfn, speech=speech, lying=Lying({"tp": size}))
+    return ours, partial(megatron_by_hand, speech=speech)
+
+
+def of_fsdp(_: int, *, optimizer: str) -> tuple[Any, Any]:
     run = Run(8, 8, "mean", optimizer, in_list=True, micro=1)
+    return partial(trained, run=run), partial(by_hand, run=run)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "programs",
+    [
+        of_layers,
+        *(partial(of_megatron, tied=tied) for tied in (False, True)),
+        *(partial(of_fsdp, optimizer=optimizer) for optimizer in ("momentum", "adamw")),
+    ],
+    ids=["layers", "megatron", "megatron tied", "fsdp momentum", "fsdp adamw"],
+)
+def test_a_loop_by_hand_does_the_same(programs, size):
+    """torch's parallelize_module and fully_shard, and Megatron's layers, on real processes."""
+    ours, theirs = programs(size)
+    axes = ours.keywords["lying"].axes if "lying" in ours.keywords else {}
     for one, other in zip(
-        run_ranks(size, partial(trained, run=run)),
-        run_ranks(size, partial(by_hand, run=attrs.evolve(run))),
+        run_ranks(size, ours, axes=axes),
+        run_ranks(size, theirs, axes=axes),
         strict=True,
     ):
-        assert differences(other, one, within=1e-12) == []
+        params = {name: value for name, value in one.items() if name in other}
+        assert differences(other, params, within=1e-12) == []
