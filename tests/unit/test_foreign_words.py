@@ -10,8 +10,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +92,8 @@ def test_where_a_rank_stands_is_said_rightly(rank):
 def test_a_foreign_word_is_answered(name):
     """Section D: what others call it raises an AttributeError that says what to write."""
     record = RECORDS[name]
+    fields = {each.name for each in getattr(type(record), "__attrs_attrs__", ())}
+    assert fields & foreign_names(name).keys() == set()
     for word, advice in foreign_names(name).items():
         assert not hasattr(record, word)
         assert getattr(record, word, None) is None
@@ -98,14 +102,6 @@ def test_a_foreign_word_is_answered(name):
             getattr(record, word)
         assert isinstance(caught.value, AttributeError)
         assert word in str(caught.value)
-
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_no_foreign_word_hides_a_name_of_the_record(name):
-    """A word of the table is none that the record has."""
-    kind = type(RECORDS[name])
-    fields = {each.name for each in getattr(kind, "__attrs_attrs__", ())}
-    assert {*fields, *dir(kind)} & foreign_names(name).keys() == set()
 
 
 @pytest.mark.slow
@@ -150,71 +146,6 @@ def test_a_metric_is_an_item():
         METRICS + 3
 
 
-@pytest.mark.parametrize("value", [3, None, [1, 2], {"a": ("x", "y")}, {"a": 3.0}])
-def test_metrics_are_made_of_sums(value):
-    """Section C: junk in place of weighted sums is refused by name."""
-    with pytest.raises(af.errors.ArgumentError, match=r"af\.Metrics"):
-        af.Metrics(value)
-
-
-UNPACKED = {
-    "batch[0]": (lambda: BATCH[0], "batch.value"),
-    'batch["x"]': (lambda: BATCH["x"], "batch.value"),
-    "x, y = batch": (lambda: [0 for _, _ in [BATCH]], "inputs, targets = batch.value"),
-    "for b in data": (lambda: list(DATA), r"af\.batches\(state"),
-    "data[0]": (lambda: DATA[0], r"data\.dataset\[i\]"),
-    "state, metrics = state": (
-        lambda: [0 for _, _ in [STATE]],
-        "state, metrics = step",
-    ),
-    "grads[name]": (lambda: GRADS["weight"], r"grads\.tensors"),
-    "setup[0]": (lambda: CHAIN[0], r"setup\.transforms"),
-    "batches[0]": (lambda: af.batches(STATE)[0], r"next\(iter\(af\.batches"),
-    "model(batch)": (lambda: nn.Linear(3, 1)(BATCH), "not a tensor: .* batch.value"),
-    "relu(batch)": (lambda: torch.relu(BATCH), "not a tensor: .* batch.value"),
-}
-
-
-@pytest.mark.parametrize("case", UNPACKED)
-def test_a_record_is_no_container(case):
-    """Section D: indexing, unpacking and iterating say where the values are."""
-    call, said = UNPACKED[case]
-    with pytest.raises(af.errors.CallError, match=said) as caught:
-        call()
-    assert isinstance(caught.value, TypeError)
-
-
-def test_a_data_of_data():
-    """What cannot be iterated over is no dataset either."""
-    with pytest.raises(af.errors.DataError, match="Pass data.dataset instead"):
-        af.Data(DATA, global_batch_size=2)
-
-
-@pytest.mark.parametrize("fn", [lambda: 1, lambda _: 1, lambda *, _model, _batch: 1])
-def test_a_function_takes_a_model_and_a_batch(fn):
-    """A loss or a measure that cannot be called so is refused before any update."""
-    with pytest.raises(
-        af.errors.ArgumentError,
-        match="calls it with a model and a batch, but its parameters are",
-    ):
-        af.make_step(fn)
-    for use in (af.evaluate, lambda *given: next(af.predict(*given))):
-        with pytest.raises(af.errors.LossError, match=r"fn\(model, batch, \*extras\)"):
-            use(STATE, DATA, fn)
-    with pytest.raises(
-        af.errors.LossError, match="missing a required argument: '_teacher'"
-    ):
-        af.evaluate(STATE, DATA, lambda _model, _batch, _teacher: 1.0)
-    step = af.make_step(lambda _model, _batch, _teacher, _weight: 1.0)
-    with pytest.raises(af.errors.LossError, match="missing a required argument"):
-        step(STATE, BATCH)
-    for of_torch in (nn.MSELoss(), nn.functional.mse_loss):
-        with pytest.raises(
-            af.errors.ArgumentError, match="function of torch, which gets outputs"
-        ):
-            af.make_step(of_torch)
-
-
 @pytest.mark.parametrize("record", [STATE, BATCH, DATA, GRADS, WORLD])
 def test_a_record_is_not_changed(record):
     """Setting or deleting an attribute says how to have another record."""
@@ -240,8 +171,246 @@ def test_a_state_is_saved_by_accelfn():
                 save(state)
 
 
-def test_a_copied_state_has_tensors_of_its_own():
-    """copy.deepcopy of a state is its `copy`; copy.copy is the value itself."""
+CALLS: list[tuple[Callable[[], object], str]] = [
+    (
+        lambda: af.Data(X, 32),
+        r"only dataset .* Write af\.Data\(dataset, global_batch_size=32\)",
+    ),
+    # as a DataLoader takes it
+    (lambda: af.Data(X, 4, True), "global_batch_size=4, shuffle=True"),  # noqa: FBT003
+    (
+        lambda: af.Data(X, global_batch_size=4, collate_fn=list),
+        "there is no argument collate_fn=; did you mean collate=?",
+    ),
+    (
+        lambda: af.Data(X, global_batch_size=4, drop_last=True),
+        'write remainder="drop"',
+    ),
+    (
+        lambda: af.Data(X, batch_sise=4),
+        "there is no argument batch_sise=; did you mean batch_sampler=?",
+    ),
+    (
+        lambda: af.batches(STATE, qq=3),
+        r"no argument qq=; af\.batches accepts state=, until_epoch=",
+    ),
+    (lambda: af.batches(STATE, num_epochs=3), "did you mean until_epoch=?"),
+    (lambda: af.batches(STATE, 3), r"Write af\.batches\(state, until_epoch=3\)"),
+    (
+        METRICS.all_reduce_mean,
+        r"all_reduce_mean\(.*missing .*'world'. Write .*all_reduce_mean\(world\)",
+    ),
+    (lambda: af.accumulate(4), r"Write af\.accumulate\(num_micro_batches=4\)"),
+    (
+        lambda: af.wrap_ddp(nn.Linear(1, 1)),
+        r"wrap_ddp\(<Linear>\): a transform takes no model\. .*create\(model=\.\.\., setup=",
+    ),
+    (
+        lambda: af.make_step(loss_fn, torch.optim.SGD([X], lr=0.1)),
+        r"<SGD>\): a step gets the model and the optimizer from the state",
+    ),
+    (lambda: af.Data(X, Y, shuffle=True), r"af\.Data\(\(inputs, targets"),
+    (
+        lambda: af.load("run/c"),
+        r"Write state = af\.load\(state, directory\), with a new state of TrainState",
+    ),
+    (lambda: af.shard_data(4), r"Pass these by name: name="),
+    (lambda: af.local_sgd(8), r"Write af\.local_sgd\(sync_every=8\)"),
+    (
+        lambda: af.TrainState(model=nn.Linear, optimizer=None),
+        r"af\.TrainState\.create\(model=\.\.\., optimizer=\.\.\.\)",
+    ),
+    (
+        lambda: af.TrainState.create(nn.Linear, None),
+        r"pass each by its name: af\.TrainState\.create\(model=\.\.\., optimizer=\.\.\.,",
+    ),
+    (
+        lambda: af.TrainState.create(model=nn.Linear),
+        r"required argument: 'optimizer'. Write af\.TrainState\.create\(model=\.\.\., opt",
+    ),
+    (
+        lambda: af.TrainState.create(model=1, optimizer=1, scheduler=None),
+        r"there is no argument scheduler=; write schedule=.*from_torch",
+    ),
+    (
+        lambda: af.schedules.warmup_cosine(num_warmup_steps=1, num_training_steps=2),
+        r"af\.schedules\.warmup_cosine\(.*did you mean num_warmup=?",
+    ),
+    (lambda: af.save(STATE), r"Write af\.save\(state, directory\)"),
+    (
+        lambda: RECORDS["CheckpointStore"].save(STATE, {"loss": 1.0}),
+        "only state can be passed by position. Pass these by name: metrics=",
+    ),
+    # what is given by place: by its name, after others, nearly, and beside it
+    (
+        lambda: af.chain(transforms=[af.ema(0.9)]),
+        r"unexpected keyword argument 'transforms'\. Write af\.chain\(\*transforms\)\.$",
+    ),
+    (
+        lambda: af.evaluate(STATE, X, loss_fn, extras=3),
+        r"keyword argument 'extras'\. Write af\.evaluate\(state, data, fn, \*extras",
+    ),
+    (
+        lambda: af.chain(af.ema(0.9), transform=None),
+        r"there is no argument transform=; af\.chain accepts \*transforms\.$",
+    ),
+    (
+        lambda: af.evaluate(STATE, X, loss_fn, weights=3),
+        r"no argument weights=; af\.evaluate accepts state=, data=, fn=, \*extras\.$",
+    ),
+    (lambda: af.ema(0.9, "x" * 28), r"af\.ema\(0\.9, 'x{28}'\): only"),
+    (lambda: af.ema(0.9, "x" * 29), r"af\.ema\(0\.9, <str>\): only"),
+    (lambda: af.batches(STATE, function=3), "there is no argument function="),
+    # indexing, unpacking and iterating say where the values are
+    (lambda: BATCH[0], "batch.value"),
+    (lambda: BATCH["x"], "batch.value"),
+    (lambda: [0 for _, _ in [BATCH]], "inputs, targets = batch.value"),
+    (lambda: list(DATA), r"af\.batches\(state"),
+    (lambda: DATA[0], r"data\.dataset\[i\]"),
+    (lambda: [0 for _, _ in [STATE]], "state, metrics = step"),
+    (lambda: GRADS["weight"], r"grads\.tensors"),
+    (lambda: CHAIN[0], r"setup\.transforms"),
+    (lambda: af.batches(STATE)[0], r"next\(iter\(af\.batches"),
+    (lambda: nn.Linear(3, 1)(BATCH), "not a tensor: .* batch.value"),
+    (lambda: torch.relu(BATCH), "not a tensor: .* batch.value"),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), CALLS)
+def test_a_wrong_call_is_answered(call, said):
+    """Section D: what Python cannot bind or unpack says how to write it, as a TypeError."""
+    with pytest.raises(af.errors.CallError, match=said) as caught:
+        call()
+    assert isinstance(caught.value, TypeError)
+    assert caught.value.__cause__ is None
+
+
+SURROGATE = "\ud800"
+REFUSED: list[tuple[str, Callable[[Any], object], list[Any], str]] = [
+    (
+        "DataError",
+        lambda x: af.Data(x, global_batch_size=2),
+        [DATA],
+        "Pass data.dataset instead",
+    ),
+    # a loss or a measure that cannot be called so is refused before any update
+    (
+        "ArgumentError",
+        af.make_step,
+        [lambda: 1, lambda _: 1, lambda *, _model, _batch: 1],
+        "calls it with a model and a batch, but its parameters are",
+    ),
+    *(
+        (
+            "LossError",
+            use,
+            [lambda: 1, lambda _: 1, lambda *, _model, _batch: 1],
+            r"fn\(model, batch, \*extras\)",
+        )
+        for use in (
+            lambda fn: af.evaluate(STATE, DATA, fn),
+            lambda fn: next(af.predict(STATE, DATA, fn)),
+        )
+    ),
+    (
+        "LossError",
+        lambda fn: af.evaluate(STATE, DATA, fn),
+        [lambda _model, _batch, _teacher: 1.0],
+        "missing a required argument: '_teacher'",
+    ),
+    (
+        "LossError",
+        lambda fn: af.make_step(fn)(STATE, BATCH),
+        [lambda _model, _batch, _teacher, _weight: 1.0],
+        "missing a required argument",
+    ),
+    (
+        "ArgumentError",
+        af.make_step,
+        [nn.MSELoss(), nn.functional.mse_loss],
+        "function of torch, which gets outputs",
+    ),
+    (
+        "ArgumentError",
+        af.Metrics,
+        [3, None, [1, 2], {"a": ("x", "y")}, {"a": 3.0}],
+        r"af\.Metrics",
+    ),
+    (
+        "ArgumentError",
+        af.transform,
+        [int, str, list, type, Exception],
+        "a class of your own, got",
+    ),
+    *(
+        ("ArgumentError", call, [nn.Linear(3, 1), None, 3], rf"{name}\(state.*a TrainS")
+        for name, call in (
+            ("export_model", lambda state: af.export_model(state, "nowhere")),
+            ("save_pretrained", lambda state: af.save_pretrained(state, "nowhere")),
+            ("full_params", af.full_params),
+        )
+    ),
+    (
+        "ArgumentError",
+        lambda name: create(name=name),
+        [SURROGATE, "", 3, None],
+        r"create\(name=.*expected a non-empty string",
+    ),
+    (
+        "ArgumentError",
+        lambda name: af.fork_rng(STATE, name),
+        [SURROGATE, "", 3, None],
+        r"af\.fork_rng\(purpose=.*expected a non-empty string",
+    ),
+    (
+        "BatchError",
+        lambda batch: af.all_gather_valid(X, batch, WORLD),
+        [(X, Y)],
+        r"expected a batch from af\.batches, got tuple",
+    ),
+    (
+        "WorldError",
+        lambda changes: af.World(**changes),
+        [{"rank": "x"}, {"size": "x"}, {"size": 1.0}, {"rank": True}],
+        "expected an integer",
+    ),
+    (
+        "WorldError",
+        lambda device: af.World(device=device),
+        ["foo"],
+        "torch does not know this device",
+    ),
+    (
+        "ArgumentError",
+        STATE.with_trainable,
+        [lambda name: name],
+        r"a function of \(name, parameter\)",
+    ),
+    (
+        "StateError",
+        STATE.with_params,
+        [nn.Linear(3, 1), None, [1]],
+        "expected a dict from names to tensors",
+    ),
+    (
+        "ArgumentError",
+        lambda world: af.join_uneven([1], world),
+        [3],
+        r"af\.join_uneven: expected an af\.World",
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "call", "values", "said"), REFUSED)
+def test_what_is_of_another_kind_is_refused(error, call, values, said):
+    """Section C: it is refused by name, and not taken for something else."""
+    for value in values:
+        with pytest.raises(getattr(af.errors, error), match=said):
+            call(value)
+
+
+def test_records_are_copied_and_pickled():
+    """A state's copy has tensors of its own; what is plain data can be sent."""
     step = af.make_step(loss_fn)
     state, _ = step(create(), (X, Y))
     assert copy.copy(state) is state
@@ -250,135 +419,9 @@ def test_a_copied_state_has_tensors_of_its_own():
     state, _ = step(state, (X, Y))
     other, _ = step(other, (X, Y))
     assert torch.equal(state.params["weight"], other.params["weight"])
-
-
-@pytest.mark.parametrize("record", [METRICS, BATCH, DATA])
-def test_other_records_are_copied_and_pickled(record):
-    """What is plain data can be sent, words or no words."""
-    for made in (
-        pickle.loads(pickle.dumps(record)),  # noqa: S301 - its own
-        copy.deepcopy(record),
-    ):
-        assert type(made) is type(record)
-
-
-CALLS = {
-    "af.Data(X, 32)": (
-        lambda: af.Data(X, 32),
-        r"only dataset .* Write af\.Data\(dataset, global_batch_size=32\)",
-    ),
-    "af.Data(X, 4, True)": (
-        lambda: af.Data(X, 4, True),  # noqa: FBT003 - as a DataLoader takes it
-        "global_batch_size=4, shuffle=True",
-    ),
-    "collate_fn": (
-        lambda: af.Data(X, global_batch_size=4, collate_fn=list),
-        "there is no argument collate_fn=; did you mean collate=?",
-    ),
-    "drop_last": (
-        lambda: af.Data(X, global_batch_size=4, drop_last=True),
-        'write remainder="drop"',
-    ),
-    "a slip": (
-        lambda: af.Data(X, batch_sise=4),
-        "there is no argument batch_sise=; did you mean batch_sampler=?",
-    ),
-    "no likeness": (
-        lambda: af.batches(STATE, qq=3),
-        r"no argument qq=; af\.batches accepts state=, until_epoch=",
-    ),
-    "num_epochs": (
-        lambda: af.batches(STATE, num_epochs=3),
-        "did you mean until_epoch=?",
-    ),
-    "batches by position": (
-        lambda: af.batches(STATE, 3),
-        r"Write af\.batches\(state, until_epoch=3\)",
-    ),
-    "all_reduce_mean()": (
-        METRICS.all_reduce_mean,
-        r"all_reduce_mean\(.*missing .*'world'. Write .*all_reduce_mean\(world\)",
-    ),
-    "accumulate": (
-        lambda: af.accumulate(4),
-        r"Write af\.accumulate\(num_micro_batches=4\)",
-    ),
-    "a model to a transform": (
-        lambda: af.wrap_ddp(nn.Linear(1, 1)),
-        r"af\.wrap_ddp\(<Linear>\): a transform takes no model\. .*create\(model=\.\.\., setup=",
-    ),
-    "an optimizer to make_step": (
-        lambda: af.make_step(loss_fn, torch.optim.SGD([X], lr=0.1)),
-        r"<SGD>\): a step gets the model and the optimizer from the state",
-    ),
-    "two tensors": (
-        lambda: af.Data(X, Y, shuffle=True),
-        r"af\.Data\(\(inputs, targets",
-    ),
-    "a directory alone": (
-        lambda: af.load("run/c"),
-        r"Write state = af\.load\(state, directory\), with a new state of TrainState",
-    ),
-    "nothing to say": (lambda: af.shard_data(4), r"Pass these by name: name="),
-    "local_sgd": (lambda: af.local_sgd(8), r"Write af\.local_sgd\(sync_every=8\)"),
-    "TrainState(...)": (
-        lambda: af.TrainState(model=nn.Linear, optimizer=None),
-        r"af\.TrainState\.create\(model=\.\.\., optimizer=\.\.\.\)",
-    ),
-    "create by position": (
-        lambda: af.TrainState.create(nn.Linear, None),
-        r"pass each by its name: af\.TrainState\.create\(model=\.\.\., optimizer=\.\.\.,",
-    ),
-    "create without": (
-        lambda: af.TrainState.create(model=nn.Linear),
-        r"required argument: 'optimizer'. Write af\.TrainState\.create\(model=\.\.\., opt",
-    ),
-    "scheduler": (
-        lambda: af.TrainState.create(model=1, optimizer=1, scheduler=None),
-        r"there is no argument scheduler=; write schedule=.*from_torch",
-    ),
-    "warmup": (
-        lambda: af.schedules.warmup_cosine(num_warmup_steps=1, num_training_steps=2),
-        r"af\.schedules\.warmup_cosine\(.*did you mean num_warmup=?",
-    ),
-    "all of it": (lambda: af.save(STATE), r"Write af\.save\(state, directory\)"),
-    "a store's": (
-        lambda: RECORDS["CheckpointStore"].save(STATE, {"loss": 1.0}),
-        "only state can be passed by position. Pass these by name: metrics=",
-    ),
-    "what is given by place, by its name": (
-        lambda: af.chain(transforms=[af.ema(0.9)]),
-        r"unexpected keyword argument 'transforms'\. Write af\.chain\(\*transforms\)\.$",
-    ),
-    "what is given by place, after others": (
-        lambda: af.evaluate(STATE, X, loss_fn, extras=3),
-        r"unexpected keyword argument 'extras'\. Write af\.evaluate\(state, data, fn, \*extras",
-    ),
-    "nearly what is given by place": (
-        lambda: af.chain(af.ema(0.9), transform=None),
-        r"there is no argument transform=; af\.chain accepts \*transforms\.$",
-    ),
-    "beside what is given by place": (
-        lambda: af.evaluate(STATE, X, loss_fn, weights=3),
-        r"there is no argument weights=; af\.evaluate accepts state=, data=, fn=, \*extras\.$",
-    ),
-    "short text": (lambda: af.ema(0.9, "x" * 28), r"af\.ema\(0\.9, 'x{28}'\): only"),
-    "long text": (lambda: af.ema(0.9, "x" * 29), r"af\.ema\(0\.9, <str>\): only"),
-    "a keyword called function": (
-        lambda: af.batches(STATE, function=3),
-        "there is no argument function=",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CALLS)
-def test_a_wrong_call_is_answered(case):
-    """Section D: a call that Python cannot bind says how to write it, as a TypeError."""
-    call, said = CALLS[case]
-    with pytest.raises(af.errors.CallError, match=said) as caught:
-        call()
-    assert isinstance(caught.value, TypeError)
-    assert caught.value.__cause__ is None
+    for record in (METRICS, BATCH, DATA):
+        sent = pickle.loads(pickle.dumps(record))  # noqa: S301 - its own
+        assert type(sent) is type(copy.deepcopy(record)) is type(record)
 
 
 DOORS = """
@@ -455,13 +498,6 @@ def test_tables_name_what_there_is():
                 assert advice[:-1] in known, (name, word)
 
 
-@pytest.mark.parametrize("kind", [int, str, list, type, Exception])
-def test_a_class_of_python_s_own_is_no_transform(kind):
-    """Section C: `@af.transform` on int is refused by name."""
-    with pytest.raises(af.errors.ArgumentError, match="a class of your own, got"):
-        af.transform(kind)
-
-
 NO_PATHS = [None, 3, {}, nn.Linear, "a\ud800b", "a\0b", b"bytes"]
 TAKE_A_PATH = {
     "export_model": lambda path: af.export_model(STATE, path),
@@ -482,31 +518,6 @@ def test_what_is_no_path_is_refused(name, value):
         TAKE_A_PATH[name](value)
 
 
-@pytest.mark.parametrize("name", ["export_model", "save_pretrained", "full_params"])
-def test_what_writes_a_model_takes_a_state(name):
-    """Section C: a module in the place of a state is refused by name."""
-    given = () if name == "full_params" else ("nowhere",)
-    for value in (nn.Linear(3, 1), None, 3):
-        with pytest.raises(
-            af.errors.ArgumentError, match=rf"af\.{name}\(state.*a TrainState"
-        ):
-            getattr(af, name)(value, *given)
-
-
-def test_names_are_text():
-    """Section C: a name with half of a surrogate pair, or none at all, is refused."""
-    for name in ("\ud800", "", 3, None):
-        with pytest.raises(
-            af.errors.ArgumentError, match=r"create\(name=.*expected a non-empty string"
-        ):
-            create(name=name)
-        with pytest.raises(
-            af.errors.ArgumentError,
-            match=r"af\.fork_rng\(purpose=.*expected a non-empty string",
-        ):
-            af.fork_rng(STATE, name)
-
-
 def test_a_tensor_s_name_is_text(tmp_path):
     """Section C: other readers of safetensors refuse half of a surrogate pair."""
 
@@ -517,36 +528,3 @@ def test_a_tensor_s_name_is_text(tmp_path):
 
     with pytest.raises(af.errors.CheckpointError, match="cannot be written to a file"):
         af.export_model(create(model=odd, data=None), tmp_path / "odd")
-
-
-def test_a_batch_is_one_of_batches():
-    """What has no filler cannot be told from it."""
-    with pytest.raises(
-        af.errors.BatchError, match=r"expected a batch from af\.batches, got tuple"
-    ):
-        af.all_gather_valid(X, (X, Y), WORLD)
-
-
-def test_a_world_is_of_integers():
-    for changes in ({"rank": "x"}, {"size": "x"}, {"size": 1.0}, {"rank": True}):
-        with pytest.raises(af.errors.WorldError, match="expected an integer"):
-            af.World(**changes)
-    with pytest.raises(af.errors.WorldError, match="torch does not know this device"):
-        af.World(device="foo")
-
-
-def test_other_things_of_another_kind():
-    """Functions of one argument, modules for parameters, numbers for worlds."""
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"a function of \(name, parameter\)"
-    ):
-        STATE.with_trainable(lambda name: name)
-    for value in (nn.Linear(3, 1), None, [1]):
-        with pytest.raises(
-            af.errors.StateError, match="expected a dict from names to tensors"
-        ):
-            STATE.with_params(value)
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"af\.join_uneven: expected an af\.World"
-    ):
-        af.join_uneven([1], 3)
