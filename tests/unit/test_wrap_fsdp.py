@@ -1,21 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `wrap_fsdp` refuses, and what of a split model is seen by others."""
+"""What `wrap_fsdp` and `wrap_ddp(within=)` refuse, and what others see of a split model."""
 
 import math
 from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import accelfn as af
+from accelfn import errors
+from accelfn.errors import ArgumentError, CompositionError, GradsError, WorldError
 from accelfn.testing import simulate
-from tests.internals import local
+from tests.internals import collectives, is_shard, local, tree
+from tests.states import STEP, create, square
 
 adamw = partial(torch.optim.AdamW, lr=0.1)
+
+
+class Block(nn.Module):
+    """A layer that is called, or asked for its score."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x))
+
+    def score(self, x):
+        return self.layer(x).square()
+
+
+class Net(nn.Module):
+    """Blocks, of which each batch needs one more."""
+
+    def __init__(self, count=2):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(count))
+
+    def forward(self, x, most=None):
+        for block in self.blocks[:most]:
+            x = block(x)
+        return x
+
+
+def rows(world):
+    generator = torch.Generator().manual_seed(world.rank)
+    return torch.randn(3, 4, generator=generator)
+
+
+def begun(world, *setup, model=Net, **options):
+    options = {"optimizer": adamw, "model": model, "world": world, **options}
+    return create(setup=af.chain(*(setup or (af.wrap_fsdp(),))), **options)
+
+
+def in_two(fn, *args, **kw):
+    return simulate(2, lambda world: fn(world, *args, **kw))
 
 
 @af.transform
@@ -24,99 +69,153 @@ class Drift:
 
     gives_up: ClassVar[Mapping[str, str]] = {"replicas_agree": "each does as it likes"}
 
-    def after_update(
-        self, state: af.TrainState, slot: Any, update: Any
-    ) -> tuple[af.TrainState, Any]:
+    def after_update(self, state, slot, update):
         return state, slot
 
 
-class Block(nn.Module):
-    """A layer that is called, or asked for its score."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.layer(x))
-
-    def score(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x).square()
-
-
-class Net(nn.Module):
-    """Blocks, of which each batch needs one more."""
-
-    def __init__(self, count: int = 2) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(count))
-
-    def forward(self, x: torch.Tensor, most: int | None = None) -> torch.Tensor:
-        for block in self.blocks[:most]:
-            x = block(x)
-        return x
-
-
-def rows(world: af.World) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(world.rank)
-    return torch.randn(3, 4, generator=generator)
-
-
-def loss_fn(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return net(x).square().mean()
-
-
-def begun(
-    world: af.World, *setup: object, model: Any = Net, **kw: Any
-) -> af.TrainState:
-    setup = setup or (af.wrap_fsdp(),)
-    return af.TrainState.create(
-        model=model,
-        optimizer=kw.pop("optimizer", adamw),
-        setup=af.chain(*setup),
-        world=world,
-        **kw,
-    )
-
-
-def in_two(fn: Any, *args: Any, **kw: Any) -> Any:
-    return simulate(2, lambda world: fn(world, *args, **kw))
-
-
-def tied() -> nn.Module:
+def tied():
     net = Net()
     net.blocks[1].layer.weight = net.blocks[0].layer.weight
     return net
 
 
-def of_two_dtypes() -> nn.Module:
+def of_two_dtypes():
     net = Net()
     net.blocks[0].layer.bias = nn.Parameter(net.blocks[0].layer.bias.double())
     return net
 
 
-def of_complex_numbers() -> nn.Module:
-    return nn.Linear(3, 2, dtype=torch.complex64)
+FSDP = af.wrap_fsdp()
+OFFLOADS = af.wrap_fsdp(cpu_offload=True)
+ONE_LAYER = partial(nn.Linear, 4, 4, bias=False)
+REFUSED = [  # options of a state, with the error
+    (
+        {"model": lambda: nn.Sequential(nn.EmbeddingBag(4, 2, sparse=True))},
+        errors.ModelError,
+        "'0.weight' is sparse.*sparse=False",
+    ),
+    (
+        {"model": tied},
+        errors.ModelError,
+        "is shared by two places of the model, unit 'blocks.0'",
+    ),
+    (
+        {"model": of_two_dtypes},
+        errors.ModelError,
+        "unit 'blocks.0' has parameters of several dtypes",
+    ),
+    (
+        {"model": lambda: nn.Linear(3, 2, dtype=torch.complex64)},
+        errors.ModelError,
+        "is complex",
+    ),
+    (
+        {"setup": af.wrap_fsdp(nn.Conv2d)},
+        errors.ModelError,
+        "have the classes Block, Linear",
+    ),
+    *(
+        (
+            {"model": ONE_LAYER, "optimizer": partial(kind, lr=0.1)},
+            errors.OptimizerError,
+            f"{kind.__name__} does not update",
+        )
+        for kind in (torch.optim.Adafactor, torch.optim.Muon)
+    ),
+    *(
+        ({"setup": [FSDP, other]}, errors.CompositionError, words)
+        for other, words in (
+            (af.wrap_ddp(), "wrap_ddp"),
+            (Drift(), "splits one model over the ranks"),
+            (af.optimizer_in_backward(), "reduces the gradients of a unit together"),
+            (af.compile(), "Pass regions= with the units"),
+            (af.compress_grads("fp16"), "af.wrap_ddp\\(\\) reduces"),
+        )
+    ),
+    (
+        {"setup": [FSDP, af.local_sgd(sync_every=2)]},
+        errors.WorldError,
+        "Set the number of copies",
+    ),
+    ({"setup": OFFLOADS}, errors.WorldError, "cpu_offload has no effect"),
+]
 
 
-def of_sparse_gradients() -> nn.Module:
-    return nn.Sequential(nn.EmbeddingBag(4, 2, sparse=True))
+@pytest.mark.parametrize(("options", "error", "words"), REFUSED)
+def test_what_cannot_be_split_is_refused(options, error, words):
+    """When composed or when a state is made, with the parameters' names and the way out."""
+
+    def fn(world):
+        setup = options.get("setup", FSDP)
+        setup = setup if isinstance(setup, list) else [setup]
+        create(**{"model": Net, **options, "setup": af.chain(*setup)}, world=world)
+
+    with pytest.raises(error, match=words):
+        simulate(2, fn)
 
 
-UNSPLITTABLE = {
-    "sparse gradients": (of_sparse_gradients, "'0.weight' is sparse.*sparse=False"),
-    "tied": (tied, "is shared by two places of the model, unit 'blocks.0'"),
-    "two dtypes": (of_two_dtypes, "unit 'blocks.0' has parameters of several dtypes"),
-    "complex": (of_complex_numbers, "is complex"),
-}
+def test_worlds_that_are_not_split_are_refused():
+    """For the lack of an axis, of a transform for another, or of values to offload."""
+    words = "no transform splits the work along 'tp'"
+    with pytest.raises(errors.WorldError, match=words):
+        simulate(4, begun, axes={"dp_shard": 2, "tp": 2})
+    with pytest.raises(errors.WorldError, match="that axis is missing or has one rank"):
+        simulate(4, begun, axes={"dp_replicate": 4})
+    with pytest.raises(errors.ModelError, match="Remove cpu_offload there"):
+        simulate(2, lambda world: begun(world, OFFLOADS), device="meta")
+    alone = begun(None, OFFLOADS)
+    assert {param.device.type for param in alone.params.values()} == {"cpu"}
 
 
-@pytest.mark.parametrize("case", UNSPLITTABLE)
-def test_what_cannot_be_split_is_refused(case):
-    """When the state is made, with the parameters' names."""
-    model, words = UNSPLITTABLE[case]
-    with pytest.raises(af.errors.ModelError, match=words):
-        in_two(begun, model=model)
+DTYPE, BOTH = "expected a floating-point dtype", "expected True or False"
+OPTIONS = [
+    ({"units": "blocks"}, "expected a module class"),
+    ({"gather_dtype": "bf16"}, DTYPE),
+    ({"reduce_dtype": torch.int32}, DTYPE),
+    ({"keep_grads": "parts"}, "expected 'whole' or 'sharded'"),
+    ({"reshard_after_forward": 1}, BOTH),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), OPTIONS)
+def test_options_that_are_none_are_refused(options, words):
+    """What was given is in the sentence."""
+    with pytest.raises(errors.ArgumentError, match=words):
+        af.wrap_fsdp(**options)
+
+
+def differentiates(net, x):
+    mean = net(x).mean()
+    torch.autograd.grad(mean, list(net.parameters()), retain_graph=True)
+    return mean
+
+
+def replaces(net, x):
+    halved = {name: param / 2 for name, param in net.named_parameters()}
+    return torch.func.functional_call(net, halved, (x,)).square().mean()
+
+
+LOSSES = [
+    (differentiates, "autograd.grad for parameters that"),
+    (lambda net, x: net.blocks[0].score(x).mean(), "a unit that was not gathered"),
+    (replaces, "functional_call"),
+]
+
+
+@pytest.mark.parametrize(("loss", "words"), LOSSES)
+def test_losses_that_need_whole_parameters_are_refused(loss, words):
+    """By gradients within the loss, another method of a unit, or parameters of its own."""
+
+    def trains(world):
+        af.make_step(loss)(begun(world), rows(world))
+
+    def evaluates(world):
+        data = af.Data(torch.ones(4, 4), global_batch_size=4)
+        af.evaluate(begun(world), data, loss)
+
+    for fn in (trains, evaluates) if loss is replaces else (trains,):
+        with pytest.raises(errors.LossError, match=words):
+            simulate(2, fn)
 
 
 def test_rows_that_are_not_trained_are_split():
@@ -129,21 +228,15 @@ def test_rows_that_are_not_trained_are_split():
 
     def fn(world):
         state = begun(world, model=model)
-        return af.make_step(loss_fn)(state, torch.arange(4))[0].step
+        return STEP(state, torch.arange(4))[0].step
 
     assert [*in_two(fn)] == [1, 1]
-
-
-def test_units_that_match_nothing_are_refused():
-    """The classes that there are are named."""
-    with pytest.raises(af.errors.ModelError, match="have the classes Block, Linear"):
-        in_two(begun, af.wrap_fsdp(nn.Conv2d))
 
 
 class Containers(nn.Module):
     """Layers in containers that have no forward, one of which is in a list."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.parts = nn.ModuleList(
             [nn.ModuleDict({"up": nn.Linear(4, 4)}), nn.Linear(4, 4)]
@@ -152,7 +245,7 @@ class Containers(nn.Module):
         self.plain = nn.Module()
         self.plain.layer = nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.parts[1](self.parts[0]["up"](x)) * self.scales[0]
         return self.plain.layer(torch.tanh(x))
 
@@ -182,56 +275,40 @@ def test_what_has_no_forward_is_no_unit(transform, case, size):
     def fn(world):
         af.prepare_engine(begun(world, transform(chosen), model=Containers))
 
-    with pytest.raises(af.errors.ModelError, match=words):
+    with pytest.raises(errors.ModelError, match=words):
         simulate(size, fn)
 
 
-def test_units_by_default_have_a_forward():
-    """Of a container in a list its members are units, and the model trains as on one rank."""
+class Nested(nn.Module):
+    """Layers in a list of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x):
+        return self.parts[1](self.parts[0](x))
+
+
+def nested():
+    net = Net()
+    net.blocks[0] = Nested()
+    return net
+
+
+@pytest.mark.parametrize(("model", "num_gathers"), [(Containers, 5), (nested, 4)])
+def test_units_by_default(model, num_gathers):
+    """Members of the outermost lists that have a forward; the model trains as on one rank."""
 
     def fn(world):
-        state = begun(world, model=Containers)
-        state, _ = af.make_step(loss_fn)(state, torch.eye(4))
+        state, _ = STEP(begun(world, model=model), torch.eye(4))
         return af.full_params(state)
 
     (alone,) = simulate(1, fn)
-    run = in_two(fn)
+    run = simulate(2, fn)
     assert all(torch.allclose(run.results[0][n], p) for n, p in alone.items())
     gathers = [entry for entry in run.log if entry.kind == "all_gather_single"]
-    assert len(gathers) == 2 * 2 + 1
-
-
-def test_units_are_of_the_outermost_list():
-    """What a block has in a list of its own is gathered with it."""
-
-    class Nested(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-
-        def forward(self, x):
-            return self.parts[1](self.parts[0](x))
-
-    def model():
-        net = Net()
-        net.blocks[0] = Nested()
-        return net
-
-    def fn(world):
-        af.make_step(loss_fn)(begun(world, model=model), rows(world))
-
-    log = in_two(fn).log
-    gathers = [entry for entry in log if entry.kind == "all_gather_single"]
-    assert len(gathers) == 2 * 2
-
-
-@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
-def test_an_optimizer_that_couples_elements_is_refused(name):
-    """It is tried, whole and in parts; one that goes element by element is not named."""
-    optimizer = partial(getattr(torch.optim, name), lr=0.1)
-    model = partial(nn.Linear, 4, 4, bias=False)
-    with pytest.raises(af.errors.OptimizerError, match=f"{name} does not update"):
-        in_two(begun, model=model, optimizer=optimizer)
+    assert len(gathers) == num_gathers
 
 
 CAPTURED = [
@@ -245,57 +322,6 @@ CAPTURED = [
 def test_an_optimizer_that_is_for_accelerators_alone_is_tried(kind):
     """On the host, where torch captures nothing."""
     in_two(begun, optimizer=partial(kind, lr=0.1, capturable=True))
-
-
-@pytest.mark.parametrize(
-    ("axes", "words"),
-    [
-        ({"dp_shard": 2, "tp": 2}, "no transform splits the work along 'tp'"),
-        ({"dp_replicate": 4}, "that axis is missing or has one rank"),
-    ],
-)
-def test_worlds_that_are_not_split_are_refused(axes, words):
-    """When the state is made."""
-    with pytest.raises(af.errors.WorldError, match=words):
-        simulate(4, begun, axes=axes)
-
-
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        (af.wrap_ddp(), "wrap_ddp"),
-        (Drift(), "splits one model over the ranks"),
-        (af.optimizer_in_backward(), "reduces the gradients of a unit together"),
-        (af.compile(), "Pass regions= with the units"),
-        (af.compress_grads("fp16"), "af.wrap_ddp\\(\\) reduces"),
-    ],
-)
-def test_what_cannot_stand_beside_it_is_refused(other, words):
-    """By a sentence with the way out, when composed or when a state is made."""
-    with pytest.raises(af.errors.CompositionError, match=words):
-        in_two(begun, af.wrap_fsdp(), other)
-
-
-def test_copies_that_train_apart_are_counted_by_axes():
-    """Without any, all ranks have one copy together."""
-    with pytest.raises(af.errors.WorldError, match="Set the number of copies"):
-        in_two(begun, af.wrap_fsdp(), af.local_sgd(sync_every=2))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"units": "blocks"}, "expected a module class"),
-        ({"gather_dtype": "bf16"}, "expected a floating-point dtype"),
-        ({"reduce_dtype": torch.int32}, "expected a floating-point dtype"),
-        ({"keep_grads": "parts"}, "expected 'whole' or 'sharded'"),
-        ({"reshard_after_forward": 1}, "expected True or False"),
-    ],
-)
-def test_options_that_are_none_are_refused(options, words):
-    """What was given is in the sentence."""
-    with pytest.raises(af.errors.ArgumentError, match=words):
-        af.wrap_fsdp(**options)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -312,39 +338,11 @@ def test_a_double_backward_is_rejected(reshard):
         step = af.make_step(partial(loss, twice=twice))
         return af.full_params(step(state, torch.eye(4))[0])
 
-    with pytest.raises(af.errors.LossError, match="double backward.*af.wrap_ddp"):
+    with pytest.raises(errors.LossError, match="double backward.*af.wrap_ddp"):
         in_two(fn, twice=True)
     (alone,) = simulate(1, partial(fn, twice=False))
     for found in in_two(fn, twice=False):
         assert all(torch.allclose(p, found[name]) for name, p in alone.items())
-
-
-def test_gradients_of_split_parameters_within_the_loss_are_refused():
-    """On all ranks, before anything is trained."""
-
-    def loss(net, x):
-        mean = net(x).mean()
-        torch.autograd.grad(mean, list(net.parameters()), retain_graph=True)
-        return mean
-
-    def fn(world):
-        af.make_step(loss)(begun(world), rows(world))
-
-    with pytest.raises(af.errors.LossError, match="autograd.grad for parameters that"):
-        in_two(fn)
-
-
-def test_another_method_of_a_unit_is_refused():
-    """Its parameters were not gathered."""
-
-    def scored(net, x):
-        return net.blocks[0].score(x).mean()
-
-    def fn(world):
-        af.make_step(scored)(begun(world), rows(world))
-
-    with pytest.raises(af.errors.LossError, match="a unit that was not gathered"):
-        in_two(fn)
 
 
 def test_parameters_that_take_no_part_are_named():
@@ -360,7 +358,7 @@ def test_parameters_that_take_no_part_are_named():
         after = af.full_params(state, at="train")
         return {name: after[name] - before[name] for name in before}
 
-    with pytest.raises(af.errors.UnusedParametersError, match="blocks.1.layer.weight"):
+    with pytest.raises(errors.UnusedParametersError, match="blocks.1.layer.weight"):
         in_two(fn)
     for moved in in_two(fn, find_unused_parameters=True):
         assert [bool(each.any()) for each in moved.values()] == [
@@ -371,64 +369,9 @@ def test_parameters_that_take_no_part_are_named():
         ]
 
 
-def test_a_part_of_an_earlier_micro_batch_stays():
-    """Though the last one comes by less of the model."""
-
-    def deep(net, batch):
-        x, most = batch
-        return net(x, most).square().mean()
-
-    def fn(world, *setup):
-        state = begun(world, *setup, optimizer=partial(torch.optim.SGD, lr=0.1))
-        compute = af.value_and_grad(deep)
-        batch = rows(world)
-        _, grads = compute(state, (batch, 2), sync=False)
-        _, grads = compute(state, (batch, 1), into=grads)
-        return af.full_params(af.apply_grads(state, grads), at="train")
-
-    unused = partial(af.wrap_fsdp, find_unused_parameters=True)
-    whole, parts = (in_two(fn, unused(keep_grads=way)) for way in ("whole", "sharded"))
-    replicas = in_two(fn, af.wrap_ddp(find_unused_parameters=True))
-    for one, two, three in zip(whole, parts, replicas, strict=True):
-        for name, param in one.items():
-            assert torch.allclose(param, two[name], atol=1e-6)
-            assert torch.allclose(param, three[name], atol=1e-6)
-
-
-@pytest.mark.parametrize("wrap", [af.wrap_ddp, af.wrap_fsdp])
-def test_every_rank_raises_what_one_left_out(wrap):
-    """Before its optimizer runs, in the last micro-batch too; some are named, the rest counted."""
-    errors: list[Exception] = []
-
-    def loss(net, batch):
-        return net(*batch).square().mean()
-
-    def fn(world):
-        several = af.accumulate(num_micro_batches=2)
-        state = begun(world, wrap(), several, model=partial(Net, 5))
-        before = {n: local(p).clone() for n, p in state.params.items()}
-        whole, part = (rows(world), 5), (rows(world), 1 if world.rank else 5)
-        try:
-            af.make_step(loss)(
-                state, [whole, part] if wrap is af.wrap_ddp else [part] * 2
-            )
-        except af.errors.Error as error:
-            errors.append(error)
-            assert all(
-                torch.equal(local(p), before[n]) for n, p in state.params.items()
-            )
-            raise
-
-    with pytest.raises(
-        af.errors.UnusedParametersError, match=r"^Parameters took no part .*\. Other"
-    ):
-        in_two(fn)
-    assert len(errors) == 2
-
-
 def test_every_rank_raises_where_one_makes_a_collective():
     """A unit can be gathered for others alone; `af.all_reduce` needs all ranks."""
-    errors: list[str] = []
+    told: list[str] = []
 
     def loss(net, batch):
         x, world = batch
@@ -439,14 +382,14 @@ def test_every_rank_raises_where_one_makes_a_collective():
     def fn(world):
         try:
             af.make_step(loss)(begun(world), (rows(world), world))
-        except af.errors.CollectiveMismatchError as error:
-            errors.append(str(error))
+        except errors.CollectiveMismatchError as error:
+            told.append(str(error))
             raise
 
-    with pytest.raises(af.errors.CollectiveMismatchError):
+    with pytest.raises(errors.CollectiveMismatchError):
         in_two(fn)
-    assert len(errors) == 2
-    for error in errors:
+    assert len(told) == 2
+    for error in told:
         assert "rank 0 calls 'all_reduce'; rank 1 ends its pass." in error
 
 
@@ -471,78 +414,12 @@ def test_ranks_predict_in_different_numbers_of_calls():
         torch.testing.assert_close(found, alone)
 
 
-class Either(nn.Module):
-    """A unit of two layers, of which a batch needs the first, or both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
-        x = self.first(x)
-        return self.second(x) if both else x
-
-
-@pytest.mark.parametrize("ranks", [{0}, {1}, {0, 1}, set()])
-def test_a_part_of_a_unit_is_left_out_by_one_rank(ranks):
-    """It has the gradient of the others; what all leave out has none, as under replicas."""
-
-    def loss(net, batch):
-        return net[0](*batch).square().mean()
-
-    def fn(world, wrap):
-        model = lambda: nn.ModuleList([Either()])  # noqa: E731 - drawn on each rank
-        state = begun(world, wrap(find_unused_parameters=True), model=model)
-        step = af.make_step(loss)
-        for _ in range(2):
-            state, _ = step(state, (rows(world), world.rank in ranks))
-        return af.full_params(state, at="train")
-
-    split, replicas = (in_two(fn, wrap) for wrap in (af.wrap_fsdp, af.wrap_ddp))
-    for one, other in zip(split, replicas, strict=True):
-        for name, param in one.items():
-            assert torch.allclose(param, other[name], atol=1e-6)
-
-
-class Centred(nn.Module):
-    """A layer of what is left when the running mean is taken off."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.register_buffer("mean", torch.zeros(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.mean.lerp_(x.mean(0), 0.5)
-        return self.layer(x - self.mean)
-
-
-def test_buffers_are_those_of_replicas():
-    """Ranks begin an update with rank 0's, and each micro-batch goes on from its rank's."""
-
-    def fn(world, wrap):
-        several = af.accumulate(num_micro_batches=2)
-        state = begun(world, wrap, several, model=Centred)
-        step = af.make_step(loss_fn)
-        for i in range(3):
-            values = [rows(world) + i, rows(world) * i]
-            state, _ = step(state, af.micro_batches(torch.cat(values), 2))
-        return {**af.full_params(state, at="train"), **state.buffers}
-
-    split, replicas = (in_two(fn, wrap) for wrap in (af.wrap_fsdp(), af.wrap_ddp()))
-    for one, other in zip(split, replicas, strict=True):
-        for name, value in one.items():
-            assert torch.allclose(value, other[name], atol=1e-6), name
-
-
 def test_a_world_of_one_is_whole():
     """It trains as without it, and its tensors are torch's own."""
     world = af.World.single(device="cpu")
     states = [begun(world, setup) for setup in (af.wrap_fsdp(), af.identity())]
-    step = af.make_step(loss_fn)
     for i, state in enumerate(states):
-        states[i], _ = step(state, rows(world))
+        states[i], _ = STEP(state, rows(world))
     for name, param in states[0].params.items():
         assert type(param) is torch.Tensor
         assert torch.equal(param, states[1].params[name])
@@ -555,7 +432,7 @@ def test_parameters_that_are_put_in_are_cut():
         state = begun(world)
         whole = {n: torch.ones(p.shape) for n, p in state.params.items()}
         state = state.with_params(whole)
-        state, _ = af.make_step(loss_fn)(state, rows(world))
+        state, _ = STEP(state, rows(world))
         return [tuple(local(p).shape) for p in state.params.values()]
 
     assert list(in_two(fn)) == [[(2, 4), (2,), (2, 4), (2,)]] * 2
@@ -565,14 +442,14 @@ def test_averages_are_evaluated():
     """By `evaluate` and `predict`, one unit at a time, as by a module that holds them."""
 
     def fn(world):
-        state, step = begun(world, af.wrap_fsdp(), af.ema(0.9)), af.make_step(loss_fn)
+        state = begun(world, af.wrap_fsdp(), af.ema(0.9))
         for _ in range(3):
-            state, _ = step(state, rows(world))
+            state, _ = STEP(state, rows(world))
         held_out = torch.randn(4, 4, generator=torch.Generator().manual_seed(7))
         data = af.Data(held_out, global_batch_size=2)
-        found = af.evaluate(state, data, loss_fn)["loss"]
+        found = af.evaluate(state, data, square)["square"]
         with af.borrow_model(state, at="eval", gather=True) as net, torch.no_grad():
-            expected = loss_fn(net, held_out).item()
+            expected = square(net, held_out).item()
         assert found == pytest.approx(expected, rel=1e-5)
 
     in_two(fn)
@@ -589,49 +466,29 @@ def test_what_is_lent_is_whole():
             *lent,
             *(type(p.data) for p in af.snapshot_model(state).parameters()),
         } == {torch.Tensor}
-        with pytest.raises(af.errors.StateError, match="gather=True"):
+        with pytest.raises(errors.StateError, match="gather=True"):
             af.borrow_model(state).__enter__()
 
     in_two(fn)
 
 
 @pytest.mark.parametrize(("keep_grads", "parts"), [("whole", 1), ("sharded", 2)])
-def test_whole_gradients_are_estimated(keep_grads, parts):
-    """Until the last micro-batch each rank has all of them, where they are kept whole."""
-    setup = af.chain(
-        af.wrap_fsdp(keep_grads=keep_grads), af.accumulate(num_micro_batches=2)
-    )
-    estimate = af.memory_estimate(
-        Net, setup, optimizer=adamw, axes={"dp_shard": 2}
-    ).by_dtype[torch.float32]
-    assert estimate.grads == 2 * estimate.params // parts
+def test_memory_is_estimated(keep_grads, parts):
+    """Gradients lie whole on each rank until the last micro-batch, where they are kept whole."""
 
+    def estimate(axes, **options):
+        wrap = af.wrap_fsdp(keep_grads=keep_grads, **options)
+        setup = af.chain(wrap, af.accumulate(num_micro_batches=2))
+        return af.memory_estimate(Net, setup, optimizer=adamw, axes=axes)
 
-@pytest.mark.parametrize(("keep_grads", "names"), [("whole", 3), ("sharded", 4)])
-def test_what_lies_on_the_host_is_estimated(keep_grads, names):
-    """Gradients too, unless they wait whole; in a world of one nothing does."""
-    setup = af.chain(
-        af.wrap_fsdp(keep_grads=keep_grads, cpu_offload=True),
-        af.accumulate(num_micro_batches=2),
-    )
-    cut = af.memory_estimate(Net, setup, optimizer=adamw, axes={"dp_shard": 2})
-    assert len(cut.on_host) == names
+    axes = {"dp_shard": 2}
+    memory = estimate(axes).by_dtype[torch.float32]
+    assert memory.grads == 2 * memory.params // parts
+    cut = estimate(axes, cpu_offload=True)
+    assert len(cut.on_host) == 2 + parts
     assert f"In the host's memory (cpu_offload): {', '.join(cut.on_host)}." in str(cut)
-    whole = af.memory_estimate(Net, setup, optimizer=adamw)
+    whole = estimate(None, cpu_offload=True)
     assert (whole.on_host, "host" in str(whole)) == ((), False)
-
-
-def test_nothing_is_offloaded_from_the_cpu():
-    """Several ranks are refused by a sentence; one has all there, as it is asked for."""
-    setup = af.wrap_fsdp(cpu_offload=True)
-
-    def fn(world):
-        with pytest.raises(af.errors.WorldError, match="cpu_offload has no effect"):
-            af.TrainState.create(model=Net, optimizer=adamw, setup=setup, world=world)
-
-    in_two(fn)
-    alone = af.TrainState.create(model=Net, optimizer=adamw, setup=setup)
-    assert {param.device.type for param in alone.params.values()} == {"cpu"}
 
 
 @pytest.mark.parametrize("joins", [False, True])
@@ -647,32 +504,21 @@ def test_what_lies_on_the_host_is_summed_there(kind, backend, joins):
         check(world)
         return
     words = rf'does not connect the CPUs.*backend="cpu:gloo,{kind}:{backend}"'
-    with pytest.raises(af.errors.WorldError, match=words):
+    with pytest.raises(errors.WorldError, match=words):
         check(world)
-
-
-def test_nothing_is_offloaded_where_nothing_has_values():
-    """On the meta device it is refused by a sentence: ranks send the same without it."""
-
-    def fn(world):
-        setup = af.wrap_fsdp(cpu_offload=True)
-        with pytest.raises(af.errors.ModelError, match="Remove cpu_offload there"):
-            af.TrainState.create(model=Net, optimizer=adamw, setup=setup, world=world)
-
-    simulate(2, fn, device="meta")
 
 
 class Odd(nn.Module):
     """A parameter of some shape and dtype."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, shape, dtype):
         super().__init__()
         self.odd = nn.Parameter(
             torch.arange(1, 1 + math.prod(shape)).view(shape).to(dtype)
         )
         self.other = nn.Parameter(torch.ones(2, dtype=dtype))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x.to(self.other) * (self.odd.square().sum() + self.other.sum())
 
 
@@ -701,26 +547,296 @@ def test_any_dtype_and_shape(dtype, shape):
             assert torch.allclose(param, found[name], rtol=within, atol=within)
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_other_parameters_in_a_unit_are_refused(evaluates):
-    """`functional_call` in a loss would compute with the unit's own parameters."""
+SQUARE = {"dp_replicate": 2, "dp_shard": 2}
+WORKER = af.wrap_ddp(within="dp_shard")
+EVERY = af.local_sgd(sync_every=2)
+COMPUTE = af.value_and_grad(lambda model, x: model(x).mean())
 
-    def loss_fn(model, batch):
-        halved = {name: param / 2 for name, param in model.named_parameters()}
-        return torch.func.functional_call(model, halved, (batch,)).square().mean()
 
-    def rank(world):
-        state = af.TrainState.create(
-            model=Net,
-            optimizer=adamw,
-            data=af.Data(torch.ones(4, 4), global_batch_size=4),
-            setup=af.chain(af.shard_data(), af.wrap_fsdp()),
-            world=world,
-        )
-        batch, step = next(iter(af.batches(state))), af.make_step(loss_fn)
-        data = state.data
-        run = partial(af.evaluate, state, data, loss_fn) if evaluates else None
-        with pytest.raises(af.errors.LossError, match="functional_call"):
-            (run or partial(step, state, batch))()
+def state_of(world, *setup):
+    return create(model=partial(nn.Linear, 1, 1), setup=af.chain(*setup), world=world)
 
-    simulate(2, rank)
+
+@pytest.mark.parametrize("within", ["tp", "cp", "node", 4, True])
+def test_what_is_no_axis_of_samples_is_refused(within):
+    """Along the others ranks have the same samples."""
+    with pytest.raises(ArgumentError, match="expected an axis .*'dp_replicate' or"):
+        af.wrap_ddp(within=within)
+
+
+@af.transform
+class Reduces:
+    """Would see what DistributedDataParallel has averaged already."""
+
+    def reduce(self, grads, slot, update):
+        return grads, slot
+
+
+def test_what_workers_cannot_stand_beside_is_refused():
+    """Workers need a transform that brings them together, and no `reduce` of one's own."""
+    with pytest.raises(CompositionError, match=r"no transform synchronizes .* Add"):
+        state_of(af.World(), WORKER)
+    with pytest.raises(CompositionError, match=r'af.wrap_ddp\(within="dp_shard"\)'):
+        af.chain(af.wrap_ddp(), EVERY)
+    with pytest.raises(CompositionError, match="no gradients to reduce, because"):
+        af.chain(WORKER, Reduces())
+
+
+@pytest.mark.parametrize("axes", [None, {"dp_replicate": 2}])
+def test_an_axis_that_is_not_there_is_refused(axes):
+    """When the state is made, with the axes that there are."""
+    with pytest.raises(WorldError, match=r"needs a world with the axis 'dp_shard'"):
+        simulate(2, lambda world: state_of(world, WORKER, EVERY), axes=axes)
+
+
+def test_a_world_of_one_trains_as_without():
+    """It has no axes, and needs none."""
+    setups = (WORKER, EVERY), ()
+    states = (state_of(af.World(), *setup) for setup in setups)
+    (left, _), (right, _) = (STEP(state, torch.ones(4, 1)) for state in states)
+    assert torch.equal(left.params["weight"], right.params["weight"])
+
+
+def test_gradients_that_stay_on_a_rank_are_refused():
+    """`apply_grads` would let the ranks of a worker drift apart."""
+
+    def program(world):
+        state = state_of(world, WORKER, EVERY)
+        _, grads = COMPUTE(state, torch.ones(1, 1), sync=False)
+        af.apply_grads(state, grads)
+
+    with pytest.raises(GradsError, match="not reduced over the 2 ranks"):
+        simulate(4, program, axes=SQUARE)
+
+
+def test_a_custom_step_reduces_within_a_worker():
+    """`sync_grads` gives what the backward pass would have."""
+
+    def program(world):
+        state = state_of(world, WORKER, EVERY)
+        x = torch.full((1, 1), float(world.rank))
+        _, own = COMPUTE(state, x, sync=False)
+        own = af.sync_grads(state, own)
+        found = own.tensors["weight"].item()
+        _, averaged = COMPUTE(state, x)
+        assert found == averaged.tensors["weight"].item()
+        return found
+
+    assert simulate(4, program, axes=SQUARE).results == (0.5, 0.5, 2.5, 2.5)
+
+
+def test_metrics_are_of_all_workers():
+    """A mean is over what all ranks of the world saw."""
+
+    def program(world):
+        state = state_of(world, WORKER, EVERY)
+        x = torch.full((1, 1), float(world.rank))
+        _, metrics = af.make_step(lambda model, x: (0 * model(x) + x).mean())(state, x)
+        return metrics.all_reduce_mean(world)["loss"]
+
+    assert simulate(4, program, axes=SQUARE).results == (1.5,) * 4
+
+
+wide = partial(create, model=partial(nn.Linear, 3, 5, dtype=torch.float64), setup=FSDP)
+
+
+@pytest.mark.parametrize(
+    "placements",
+    [
+        (Shard(0), Shard(0)),
+        (Replicate(), Partial()),
+        (Partial(), Shard(1)),
+        (Shard(1), Replicate()),
+    ],
+)
+def test_what_a_user_cuts_is_what_torch_gathers(placements):
+    """Parts of parts from the left, and summands, beside parts as layouts cut them."""
+
+    def fn(world):
+        state = wide(world=world)
+        part = torch.arange(6.0).view(2, 3) + world.rank
+        mine = DTensor.from_local(part, world.mesh, placements, run_check=False)
+        tensors = {"mine": mine, **state.params}
+        found = collectives.gather_full(tensors, world, label="whole")
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor.full_tensor(), found[name])
+
+    simulate(4, fn, axes=SQUARE)
+
+
+def test_summands_of_a_tensor_are_not_saved(tmp_path):
+    """What ranks have to be added up is refused by its name, and nothing is written."""
+
+    def fn(world):
+        for name, placements in (
+            ("first", (Partial(), Shard(0))),
+            ("last", (Shard(0), Partial())),
+        ):
+            mine = DTensor.from_local(
+                torch.ones(2), world.mesh, placements, run_check=False
+            )
+            state = wide(world=world).with_slot("mine", {name: mine})
+            said = rf"slots\.mine\.{name} is a DTensor with the placement P.*redistribute\(\)"
+            with pytest.raises(af.errors.CheckpointWriteError, match=said):
+                af.save(state, tmp_path / "saved")
+
+    simulate(4, fn, axes=SQUARE)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Pretrained(nn.Linear):
+    """Has a method to write itself."""
+
+    def save_pretrained(self, directory):
+        torch.save(self.state_dict(), directory / "all.pt")
+
+
+WHOLES = {
+    "af.full_params": lambda state, _: af.full_params(state),
+    "af.snapshot_model": lambda state, _: af.snapshot_model(state),
+    "af.borrow_model": lambda state, _: af.borrow_model(state, gather=True).__enter__(),
+    "gather what is exported": lambda state, folder: af.export_model(
+        state, folder / "a"
+    ),
+    "lay out anew": lambda state, _: state.with_setup(af.chain(af.wrap_ddp())),
+}
+
+
+@pytest.mark.parametrize("label", WHOLES)
+def test_a_gather_says_what_it_is_for(label, tmp_path):
+    """One call for the whole model; a rank that waits in vain is told in which."""
+
+    def fn(world, *, leaves=False):
+        state = wide(world=world)
+        if not (leaves and world.rank):
+            WHOLES[label](state, tmp_path / f"{leaves}")
+
+    (tmp_path / "False").mkdir()
+    (tmp_path / "True").mkdir()
+    log = simulate(2, fn).log
+    assert [each.label for each in log].count(label) == 1
+    with pytest.raises(af.errors.DeadlockError, match=f"{label}|export: begin"):
+        simulate(2, partial(fn, leaves=True))
+
+
+def test_what_a_model_writes_by_itself_is_gathered_at_once(tmp_path):
+    """`save_pretrained` takes one call, too."""
+
+    def fn(world):
+        state = create(model=lambda: Pretrained(3, 5), setup=FSDP, world=world)
+        af.save_pretrained(state, tmp_path / "model")
+        return af.full_params(state)
+
+    run = simulate(2, fn)
+    assert [e.label for e in run.log].count("gather what is exported") == 1
+    written = torch.load(tmp_path / "model" / "all.pt")
+    assert all(torch.equal(run[0][name], written[name]) for name in written)
+
+
+IN_PLACE = {
+    "mul_": (lambda some, _: tree.mul_(some, 3.0), lambda one, _: one * 3),
+    "mul_ by a tensor": (
+        lambda some, _: tree.mul_(some, torch.tensor(3.0)),
+        lambda one, _: one * 3,
+    ),
+    "div_": (lambda some, _: tree.div_(some, 4.0), lambda one, _: one / 4),
+    "add_": (tree.add_, lambda one, other: one + other),
+    "add_ a part": (
+        lambda some, others: tree.add_(some, others, alpha=0.5),
+        lambda one, other: one + other / 2,
+    ),
+    "lerp_": (
+        lambda some, others: tree.lerp_(some, others, 0.25),
+        lambda one, other: one + (other - one) / 4,
+    ),
+    "copy_": (tree.copy_, lambda _, other: other),
+    "clamp_": (
+        lambda some, _: tree.clamp_(some, -2.0, 3.0),
+        lambda one, _: one.clamp(-2, 3),
+    ),
+}
+
+
+def halves(mesh, rank, *wholes, dtype=torch.float32):
+    """Return a rank's rows of matrices: as tensors, and as parts of what is split."""
+    parts = [each[2 * rank : 2 * rank + 2].to(dtype) for each in wholes]
+    split = [
+        DTensor.from_local(each.clone(), mesh, [Shard(0)], run_check=False)
+        for each in parts
+    ]
+    return parts, split
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_list_of_whole_and_split_tensors_is_changed_in_one_call(name, dtype):
+    """Of a split one the part of the rank is, whatever stands beside it; of none nothing."""
+    change, expected = IN_PLACE[name]
+    one, other = torch.arange(-8.0, 8).view(4, 4), torch.arange(16.0).view(4, 4) ** 2
+
+    def each_rank(world):
+        parts, split = halves(world.mesh, world.rank, one, other, dtype=dtype)
+        for some, others in (
+            ([parts[0].clone(), split[0]], [parts[1], split[1]]),
+            ([split[0], parts[0].clone()], [split[1], parts[1]]),
+        ):
+            before = [local(each).clone() for each in some]
+            change(iter(some), iter(others))
+            for was, found in zip(before, some, strict=True):
+                assert torch.equal(local(found), expected(was, parts[1]))
+        change([], [])
+
+    simulate(2, each_rank, axes={"dp_shard": 2})
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, torch.inf])
+def test_norms_in_a_list_are_of_the_parts(norm_type):
+    """Each rank has the norm of what it has; of no tensors there is none."""
+    whole = torch.arange(-8.0, 8).view(4, 4)
+
+    def each_rank(world):
+        (part,), (split,) = halves(world.mesh, world.rank, whole)
+        own = torch.linalg.vector_norm(part, norm_type)
+        for given in ([part, split], [split, part]):
+            found = tree.norms(given, norm_type)
+            assert not any(map(is_shard, found))
+            torch.testing.assert_close(found, [own, own])
+        wide = tree.norms([part.bfloat16()], norm_type, dtype=torch.float32)
+        assert wide[0].dtype is torch.float32
+        torch.testing.assert_close(wide, [own])
+        assert tree.norms([], norm_type) == []
+
+    simulate(2, each_rank, axes={"dp_shard": 2})
+
+
+@af.transform
+class spoils:
+    """Lets one rank have an infinite number in its part of a gradient."""
+
+    def grads(self, grads, slot, update):
+        if update.world.rank == 1:
+            split = [each for each in grads.tensors.values() if is_shard(each)]
+            local(split[-1]).fill_(torch.inf)
+        return grads, slot
+
+
+@pytest.mark.parametrize(
+    ("axes", "split"),
+    [
+        ({"dp_shard": 2}, af.wrap_fsdp()),
+        ({"tp": 2}, af.tensor_parallel({"0": "gathered"})),
+        ({"tp": 2}, af.tensor_parallel({"1": "gathered"})),
+    ],
+    ids=["all layers", "the first layer", "the last layer"],
+)
+def test_a_part_that_is_not_finite_skips_the_update_of_all(axes, split):
+    """Also where some gradients are whole, which each rank sees by itself."""
+
+    def each_rank(world):
+        model = lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))  # noqa: E731
+        setup = af.chain(split, spoils(), af.skip_nonfinite())
+        state = create(model=model, setup=setup, world=world)
+        state, metrics = STEP(state, torch.ones(2, 3))
+        return state.step, state.num_skipped, float(metrics["skipped"])
+
+    assert list(simulate(2, each_rank, axes=axes)) == [(0, 1, 1.0)] * 2
