@@ -1,83 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boundaries: the last, the first, the empty, and two rare options at once."""
+"""Boundaries: the last, the first, the empty, what hardly anybody gives, two rare options."""
 
 import ast
 import math
 import os
+import shutil
+import signal
 import string
 import subprocess
 import sys
 import tempfile
-from collections import OrderedDict
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import attrs
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import find, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import accelfn as af
 from accelfn.schedules import factors
-from accelfn.testing import Link, rank, simulate, strategies, traffic
+from accelfn.testing import Link, rank, simulate, traffic
 from accelfn.track import tracker
 from tests.internals import (
+    WEIGHTS,
+    Ended,
+    Failure,
+    _port_of_job,
     agent,
+    best_of,
+    commit,
     connection,
     entries_of,
     failures,
+    few_bits,
     files,
+    manifest,
     optimizer,
     run,
+    script,
+    split_into_files,
+    token_budget,
+    tree,
     worker,
 )
-from tests.states import recorded_warnings
+from tests.states import STEP, linear_state, recorded_warnings
 from tests.unit.test_data_streams import Stateful
 from tests.unit.test_partition import Counting
+from tests.waiting import HANGS, wait_until
 
 DDP = af.chain(af.shard_data(), af.wrap_ddp())
-STEP = af.make_step(lambda model, batch: model(batch).square().mean())
-
-
-def state_of(**options: Any) -> af.TrainState:
-    made = {
-        "model": lambda: nn.Linear(2, 2),
-        "optimizer": partial(torch.optim.SGD, lr=0.1),
-        **options,
-    }
-    return af.TrainState.create(**made)
+state_of = partial(linear_state, 2, 2)
+NET = lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))  # noqa: E731
 
 
 class Late(torch.optim.SGD):
     """Couples all elements, from its second update on."""
 
-    def step(self, closure: Any = None) -> None:
-        grads = [
-            p.grad for g in self.param_groups for p in g["params"] if p.grad is not None
-        ]
-        size = torch.stack([each.norm() for each in grads]).norm()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    seen = self.state[param]
-                    if seen:
-                        param.grad /= size
-                    seen["seen"] = True
+    def step(self, closure=None):
+        params = [p for g in self.param_groups for p in g["params"]]
+        for param in params:
+            if self.state[param]:
+                param.grad /= torch.stack([each.grad.norm() for each in params]).norm()
+            self.state[param]["seen"] = True
         super().step(closure)
 
 
 def test_an_optimizer_that_couples_later_is_found():
     """As those do that choose their own rate by all that they saw."""
+    state = state_of(optimizer=partial(Late, lr=0.1))
     with pytest.raises(af.errors.OptimizerError, match="by its own gradient only"):
-        optimizer.check_elements(
-            state_of(optimizer=partial(Late, lr=0.1)), "here", dims=(0,)
-        )
+        optimizer.check_elements(state, "here", dims=(0,))
+
+
+class Decaying(lr_scheduler.LRScheduler):
+    """Changes weight decay, for the first time at its third update."""
+
+    def get_lr(self):
+        if self.last_epoch >= 3:
+            for group in self.optimizer.param_groups:
+                group["weight_decay"] = 0.5 * self.last_epoch
+        return [group["lr"] for group in self.optimizer.param_groups]
 
 
 def test_a_disk_that_was_lent_is_given_back(tmp_path):
@@ -118,53 +128,15 @@ def test_what_ranks_of_any_group_keep_is_not_sent(axes):
     assert both == {kind: 2 * sent for kind, sent in alone.items()}
 
 
-@given(done=st.integers(0, 6), until=st.integers(1, 6))
-def test_a_run_goes_until_an_update_and_no_further(done, until):
-    """A state that is there, or beyond, is returned as it is."""
-    state = state_of(data=af.Data(torch.ones(8, 2), global_batch_size=2))
-    for batch in islice(af.batches(state, until_epoch=9), done):
-        state, _ = STEP(state, batch)
-
-    def bounded(state, batch):
-        assert state.step < until
-        return STEP(state, batch)
-
-    assert af.run(state, bounded, until=until).step == max(done, until)
-
-
-class Decaying(lr_scheduler.LRScheduler):
-    """Changes weight decay, for the first time at its third update."""
-
-    def get_lr(self) -> list[float]:
-        if self.last_epoch >= 3:
-            for group in self.optimizer.param_groups:
-                group["weight_decay"] = 0.5 * self.last_epoch
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-
 @given(asked=st.lists(st.integers(0, 8), min_size=2, max_size=6))
 def test_a_schedule_goes_back_to_what_was_before(asked):
     """What a scheduler changes late is as the optimizer has it at updates before."""
     optimizer = partial(torch.optim.SGD, lr=0.1, weight_decay=0.25)
     state = state_of(optimizer=optimizer, schedule=af.schedules.from_torch(Decaying))
     rates = state.definition.rates
-    assert rates is not None
     for update in asked:
         found = rates(update).get((0, "weight_decay"), 0.25)
         assert found == (0.25 if update < 3 else 0.5 * update), update
-
-
-def test_hooks_of_all_optimizers_see_updates():
-    """Those behind a step, be there one before it or none."""
-    seen: list[str] = []
-    hook = register_optimizer_step_post_hook(lambda *_: seen.append("behind"))
-    try:
-        state = state_of()
-        for _ in range(2):
-            state, _ = STEP(state, torch.ones(2, 2))
-    finally:
-        hook.remove()
-    assert seen == ["behind"] * 2
 
 
 @given(size=st.sampled_from([2, 3]), reduces=st.sampled_from(["mean", "total"]))
@@ -209,12 +181,8 @@ def test_parts_that_two_ranks_have_exchanged_are_told():
 
     def fn(world):
         setup = af.chain(af.shard_data(), af.wrap_fsdp(), af.check_replicas(every=1))
-        state = af.TrainState.create(
-            model=lambda: nn.Linear(4, 4),
-            optimizer=partial(torch.optim.SGD, lr=0.0),
-            setup=setup,
-            world=world,
-        )
+        frozen = partial(torch.optim.SGD, lr=0.0)
+        state = linear_state(4, 4, optimizer=frozen, setup=setup, world=world)
         whole = af.full_params(state, at="train")
         if world.along("dp_replicate").rank:
             whole = {name: each.roll(len(each) // 2, 0) for name, each in whole.items()}
@@ -228,12 +196,8 @@ def test_parts_that_two_ranks_have_exchanged_are_told():
 @pytest.mark.parametrize("count", [1, 5, 6, 9])
 def test_what_a_loss_froze_is_trained_once_it_is_told(count):
     """All of it, however much: the next function trains as if nothing had been."""
-    layers = OrderedDict((f"l{i}", nn.Linear(2, 2)) for i in range(5))
-    make = lambda: nn.Sequential(layers)  # noqa: E731
-    state = af.TrainState.create(
-        model=lambda: __import__("copy").deepcopy(make()),
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-    )
+    model = lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))  # noqa: E731
+    state = state_of(model=model)
 
     def freezes(model, batch):
         for param in islice(model.parameters(), count):
@@ -271,28 +235,18 @@ def test_of_large_tensors_the_one_that_changed_is_named(broken, tmp_path):
 
 def test_a_row_layer_with_a_bias_keeps_the_dtype_of_autocast():
     """What comes out of it has the dtype that it has in one process."""
-    seen: list[torch.dtype] = []
+    seen = []
 
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-        def forward(self, x):
-            out = self.down(self.up(x).relu())
-            seen.append(out.dtype)
-            return out
+    def loss(model, batch):
+        out = model(batch)
+        seen.append(out.dtype)
+        return out.square().mean()
 
     def fn(world):
-        plan = {"up": "column", "down": "row"}
+        plan = {"0": "column", "2": "row"}
         setup = af.chain(af.wrap_ddp(), af.tensor_parallel(plan), af.autocast("bf16"))
-        state = af.TrainState.create(
-            model=Two,
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            setup=setup,
-            world=world,
-        )
-        STEP(state, torch.ones(2, 4))
+        state = state_of(model=NET, setup=setup, world=world)
+        af.make_step(loss)(state, torch.ones(2, 2))
 
     simulate(2, fn, axes={"tp": 2})
     assert set(seen) == {torch.bfloat16}
@@ -311,15 +265,6 @@ def test_a_first_loss_that_is_nan_is_told_as_such():
 
     with pytest.raises(af.errors.NonFiniteLossError):
         simulate(2, fn, axes={"tp": 2})
-
-
-@pytest.mark.parametrize("rank", range(3))
-def test_any_rank_may_be_drawn_to_fail(rank):
-    """The last one, too."""
-    drawn = find(
-        strategies.faults(3), lambda faults: any(f.rank == rank for f in faults)
-    )
-    assert drawn[0].rank == rank
 
 
 @given(arg=st.text("$l{}_ocarnk", max_size=20) | st.sampled_from(["$local_rank", "$$"]))
@@ -374,14 +319,13 @@ def test_parts_of_parts_keep_entries_of_no_parameter(tmp_path):
     optimizer = af.combine_optimizers(
         (lambda name, _: name != "2.bias", inner), (..., make)
     )
-    net = lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))  # noqa: E731
-    state = state_of(model=net, optimizer=optimizer)
+    state = state_of(model=NET, optimizer=optimizer)
     for _ in range(2):
         state, _ = STEP(state.copy(), torch.ones(2, 2))
     kept = state.opt_state["<optimizer>"]
     assert set(kept.values()) == {2}
     af.save(state, tmp_path / "saved")
-    loaded = af.load(state_of(model=net, optimizer=optimizer), tmp_path / "saved")
+    loaded = af.load(state_of(model=NET, optimizer=optimizer), tmp_path / "saved")
     loaded, _ = STEP(loaded, torch.ones(2, 2))
     assert set(loaded.opt_state["<optimizer>"].values()) == {3}
 
@@ -428,7 +372,7 @@ def test_what_is_loaded_is_in_the_models_order(frozen, first):
     """Whatever order it was saved in, and what of it by a hash."""
 
     def make():
-        net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+        net = NET()
         for name, param in net.named_parameters():
             param.requires_grad_(not name.startswith(first))
         torch.nn.init.ones_(net[0].weight)
@@ -444,39 +388,11 @@ def test_what_is_loaded_is_in_the_models_order(frozen, first):
         assert torch.equal(each, loaded.params[name])
 
 
-@pytest.mark.parametrize("init", ["whole", "shard"])
-def test_what_a_factory_notes_on_parameters_is_there_for_the_optimizer(init):
-    """As what has no weight decay, noted before the parameter is the module's."""
-
-    class Noted(nn.Linear):
-        def __init__(self):
-            super().__init__(2, 2)
-            bias = nn.Parameter(torch.empty(2))
-            bias.no_decay = True
-            self.bias = bias
-
-    def optimizer(named):
-        kinds = {True: list[Any](), False: list[Any]()}
-        for _, param in named:
-            kinds[getattr(param, "no_decay", False)].append(param)
-        groups = [{"params": kinds[each]} for each in (True, False)]
-        return torch.optim.SGD(groups, lr=0.1)
-
-    def fn(world):
-        state = state_of(model=Noted, optimizer=optimizer, init=init, world=world)
-        groups = state.definition.optimizer.param_groups
-        return [len(group["params"]) for group in groups]
-
-    assert list(simulate(2, fn)) == [[1, 1]] * 2
-
-
 def test_what_is_on_its_way_is_laid_out_as_its_parameter():
     """An entry of the user's own under a parameter's name, when the setup begins to split."""
 
     def fn(world):
-        state = state_of(
-            model=lambda: nn.Linear(4, 4), setup=af.wrap_ddp(), world=world
-        )
+        state = linear_state(4, 4, setup=af.wrap_ddp(), world=world)
         sums = {
             n: af.start_all_reduce(p.clone(), world) for n, p in state.params.items()
         }
@@ -640,7 +556,6 @@ def test_a_pause_at_zero_is_not_the_end(start, pause, *, ends):
         return 0.0 if ends or update < start + pause else 0.5
 
     rates = state_of(schedule=schedule).definition.rates
-    assert rates is not None
     looks_at = 0.0
     with recorded_warnings() as told:
         for update in range(start, start + pause):
@@ -658,7 +573,6 @@ def test_a_schedule_that_raises_behind_its_zeros_has_ended(last):
         return float(update < 20)
 
     rates = state_of(schedule=schedule).definition.rates
-    assert rates is not None
     looks_at = 0.0
     with recorded_warnings() as told:
         for update in range(20, 60):
@@ -768,3 +682,187 @@ def test_what_an_optimizer_of_other_options_lacks_is_told(parts, tmp_path):
     loaded = af.load(created(amsgrad=True), tmp_path / "saved", allow=allow)
     with pytest.raises(af.errors.OptimizerError, match="the entry 'max_exp_avg_sq'"):
         STEP(loaded, torch.ones(2, 2))
+
+
+@given(
+    costs=st.lists(st.integers(0, 9), min_size=1, max_size=30), limit=st.integers(9, 30)
+)
+def test_a_batch_has_a_sample_though_it_costs_nothing(costs, limit):
+    """As many as fit, the longest counted for each, and at least one."""
+    fitting = token_budget(costs, limit=limit)._count_fitting(np.array(costs))
+    fits = [max(costs[:n]) * n <= limit for n in range(1, len(costs) + 1)]
+    assert fitting == (fits.index(False) if not all(fits) else len(costs))
+    assert fitting >= 1
+
+
+@pytest.mark.parametrize("broken", [1, 2, 3])
+def test_a_manifest_that_cannot_be_read_hides_no_other(broken, tmp_path):
+    """`best_of` finds all others, and a restore names the newest of the older ones."""
+    with af.CheckpointStore(tmp_path) as store:
+        for step, loss in enumerate([0.3, 0.1, 0.2], 1):
+            store.save(attrs.evolve(linear_state(), step=step), metrics={"loss": loss})
+    (tmp_path / manifest.name_of(broken) / "manifest.json").write_text("{")
+    others = [each for each in (2, 3, 1) if each != broken]
+    assert best_of(tmp_path, "loss", "min") == others
+    with (
+        af.CheckpointStore(tmp_path) as store,
+        pytest.raises(af.errors.CheckpointError) as caught,
+    ):
+        store.restore(linear_state(), step=broken)
+    older = [f"store.restore(state, step={broken - 1})"] if broken > 1 else []
+    notes = getattr(caught.value, "__notes__", [])
+    found = [each.partition("with ")[2].rstrip(".") for each in notes]
+    assert [each for each in found if each] == older
+
+
+def test_a_process_that_is_dead_holds_no_lock():
+    """Though its parent has not asked how it ended, and its number is taken."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        assert commit._process_start(ended.pid) is None
+    assert commit._process_start(os.getpid()) is not None
+
+
+def test_a_model_without_tensors_is_a_file_too():
+    """An export of nothing has its one file."""
+    assert split_into_files({}, 4) == {WEIGHTS: []}
+
+
+@given(job=st.integers(1, 10**6), step=st.integers(0, 20), other=st.integers(0, 20))
+def test_steps_of_jobs_that_follow_one_another_have_other_ports(job, step, other):
+    """Else two programs of one machine meet at one address."""
+
+    def port(job, step):
+        return _port_of_job({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+
+    assert (port(job, step) == port(job, other)) == (step == other)
+    assert port(job, step) != port(job + 1, other)
+
+
+@given(names=st.permutations(["b", "a", "d", "c", "f", "e", "g"]))
+def test_metrics_come_in_the_order_that_they_have(names):
+    """And each name once in the trail of what a rank did."""
+
+    def fn(world):
+        mine = 1.0 + world.rank
+        numbers = {name: (mine * at, 2.0) for at, name in enumerate(sorted(names))}
+        found = af.Metrics({name: numbers[name] for name in names}).all_reduce_mean(
+            world
+        )
+        af.start_all_reduce([torch.ones(2)], world, label="a sum").wait()
+        trail = [label for label, _ in world.connection.activity.trail]
+        return found, [each for each in trail if each == "a sum"]
+
+    for size in (1, 2):
+        for found, trail in simulate(size, fn).results:
+            assert [*found] == names
+            means = [found[each] for each in sorted(names)]
+            assert means == [at * (1 + size) / 4 for at in range(7)]
+            assert trail == ["a sum"] * (size > 1)
+
+
+def test_an_error_of_several_lines_is_told_by_its_first():
+    """It has the kind of the error; the rest is in the traceback."""
+    lines = "ValueError: it is wrong\nin two ways"
+    failed = [
+        Failure(rank=rank, pid=1, status=1, at=float(rank), error=lines, traceback="")
+        for rank in range(2)
+    ]
+    said = Ended(failed, range(2), 0.0).report
+    assert "rank 1 followed: ValueError: it is wrong" in said.splitlines()
+
+
+def test_a_stopped_process_is_known_whatever_its_name(tmp_path):
+    """The system writes the name in brackets, and a name may have some."""
+    program = tmp_path / "a) S (b"
+    shutil.copy(shutil.which("sleep") or "", program)
+    with subprocess.Popen([program, "60"]) as process:
+        try:
+            wait_until(lambda: "a) S" in Path(f"/proc/{process.pid}/stat").read_text())
+            assert not script._is_stopped(process.pid)
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            assert script._is_stopped(process.pid)
+        finally:
+            process.kill()
+            process.wait(HANGS)
+
+
+OF_SEVERAL_TENSORS = {
+    "sparse": lambda x: x.to_sparse(),
+    "by rows": lambda x: x.to_sparse_csr(),
+    "nested": lambda x: torch.nested.nested_tensor([*x]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*in (beta|prototype):UserWarning")
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", OF_SEVERAL_TENSORS)
+def test_a_batch_of_another_layout_is_a_batch(kind, size):
+    """Sparse and nested tensors train as the dense one, on ranks that have their own, too."""
+
+    def dense(batch):
+        is_nested = batch.is_nested
+        return batch.to_padded_tensor(0.0) if is_nested else batch.to_dense()
+
+    def trained(world, *, as_dense):
+        x = torch.eye(3)[world.rank :]
+        setup = af.chain(af.shard_data(), af.wrap_ddp())
+        state = linear_state(3, 1, setup=setup, world=world)
+        step = af.make_step(lambda model, batch: model(dense(batch)).square().mean())
+        value = x if as_dense else OF_SEVERAL_TENSORS[kind](x)
+        return af.full_params(step(state, value)[0])["weight"].clone()
+
+    one, other = (
+        simulate(size, lambda w, d=d: trained(w, as_dense=d)) for d in (True, False)
+    )
+    assert all(map(torch.equal, one, other))
+
+
+def test_a_tensor_laid_as_another_leaves_that_one_s_dtype_alone():
+    """As a momentum in another precision, of which a rank has the rows of its parameter."""
+
+    def program(world):
+        state = linear_state(4, 4, world=world, setup=af.wrap_fsdp())
+        param = state.params["weight"]
+        dtype = torch.float64 if param.dtype is torch.float32 else torch.float32
+        laid = tree.with_local(param, tree.local(param).to(dtype))
+        assert (laid.dtype, laid.shape) == (dtype, param.shape)
+        assert param.dtype is param._spec.tensor_meta.dtype is tree.local(param).dtype
+
+    simulate(2, program)
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_a_change_far_into_a_file_is_noticed(part, tmp_path):
+    """Though its tensors are compared while more of it is read, a MiB at a time."""
+    model = partial(torch.nn.ModuleList, [torch.nn.Linear(512, 512) for _ in "six..."])
+    state = linear_state(model=model)
+    af.save(state, tmp_path / "saved")
+    (path,) = (tmp_path / "saved").glob("*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[len(content) - (1 << 20) * part - 1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(af.errors.CheckpointCorruptError, match="BLAKE3 digest of"):
+        af.load(state, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("weight", [0.0, torch.tensor(0.0)])
+def test_a_mean_of_no_weight_is_the_plain_one(weight):
+    """Whether the weight is a number or a tensor: nobody divides by 0."""
+
+    def fn(world):
+        values = torch.tensor([1.0, 3.0]) + world.rank
+        return af.all_reduce(values, world, "mean", weight=weight).tolist()
+
+    assert list(simulate(2, fn)) == [[1.5, 3.5]] * 2
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_numbers_beyond_the_exponents_of_a_byte_are_the_nearest_that_there_are(bits):
+    """As float64 has them: what is too small is 0, and what is too large the largest."""
+    tiny, huge = torch.tensor([[1e-60], [-1e300]], dtype=torch.float64)
+    blocks = torch.stack([each.expand(few_bits.BLOCK) for each in (tiny, huge)])
+    found = few_bits.dequantize(few_bits.quantize(blocks, bits), bits, torch.float64)
+    largest = (2 ** (bits - 1) - 1) * 2.0**127
+    assert found.unique(dim=1).flatten().tolist() == [0.0, -largest]

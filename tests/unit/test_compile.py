@@ -12,61 +12,62 @@ from torch._inductor import config
 from torch.nn.functional import cross_entropy
 
 import accelfn as af
+from accelfn.errors import LossError, NonFiniteLossError
 from accelfn.testing import simulate
+from tests.states import recorded_warnings
 from tests.strategies import differences, tensors
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)
-Batch = tuple[torch.Tensor, torch.Tensor]
 quick = functools.partial(af.compile, backend="aot_eager")
 
 
-def net() -> nn.Module:
+def net():
     return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
 
 
 class Block(nn.Module):
     """Half of what it is given, and a layer of it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(6, 6)
         self.drop = nn.Dropout(0.5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x / 2 + self.drop(self.layer(x).relu())
 
 
-def blocks() -> nn.Module:
+def blocks():
     return nn.Sequential(*(Block() for _ in range(3)), nn.Linear(6, 4))
 
 
-def rows(count: int = 8, seed: int = 0) -> Batch:
+def rows(count=8, seed=0):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(count, 6, generator=generator)
     return inputs, torch.randint(4, (count,), generator=generator)
 
 
-def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+def loss_fn(model, batch):
     return cross_entropy(model(batch[0]), batch[1])
 
 
-def begun(*setup: object, model=net, world=None) -> af.TrainState:
+def begun(*setup, model=net, world=None):
     chain = af.chain(*setup)
     return af.TrainState.create(model=model, optimizer=SGD, setup=chain, world=world)
 
 
-def trained(*setup: object, model=net, loss=loss_fn, batches=None) -> af.TrainState:
+def trained(*setup, model=net, loss=loss_fn, batches=None):
     state, step = begun(*setup, model=model), af.make_step(loss)
     for batch in batches or [rows(seed=i) for i in range(3)]:
         state, _ = step(state, batch)
     return state
 
 
-def num_graphs() -> int:
+def num_graphs():
     return counters["stats"]["unique_graphs"]
 
 
-def close(one: af.TrainState, two: af.TrainState) -> bool:
+def close(one, two):
     return differences(tensors(one), tensors(two), within=1e-5) == []
 
 
@@ -94,16 +95,10 @@ def test_draws_are_the_states_own():
     assert not torch.equal(before["loss"], after["loss"])
 
 
-def test_torchs_own_draws():
-    """With inductor's fallback_random, dropout is bitwise where the plain step has it."""
-    own = af.compile(options={"fallback_random": True})
-    assert close(trained(model=blocks), trained(own, model=blocks))
-
-
 class Equal(nn.Module):
     """Parameters whose gradients are equal, are the batch itself, or are the loss."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.b = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
         self.c = nn.Parameter(torch.ones(()))
@@ -151,14 +146,9 @@ def test_compiling_again_is_told():
     state, step = begun(quick()), af.make_step(loss_fn)
     state, _ = step(state, rows(8))
     state, _ = step(state, rows(8))
-    with pytest.warns(af.errors.RecompilationWarning) as told:
+    with recorded_warnings() as told:
         step(state, rows(5), donate=False)
-    ours = [
-        each.message
-        for each in told
-        if issubclass(each.category, af.errors.AccelfnWarning)
-    ]
-    (message,) = map(str, ours)
+    (message,) = (str(each.message) for each in told)
     assert "loss_fn was compiled again at update 2 (so far 1 times)" in message
     assert "expected 8, actual 5" in message
     assert "dynamic=True" in message
@@ -217,11 +207,8 @@ def test_regions_are_compiled_once(backend):
 )
 @pytest.mark.filterwarnings("ignore::accelfn.errors.RecompilationWarning")
 def test_units_are_compiled_where_they_are_gathered(setup):
-    """Under wrap_fsdp regions are compiled inside the hooks that gather them.
-
-    Simulated ranks share the cache of torch's compiler, so whose turn it is decides which of
-    them compiles; processes compile nothing again.
-    """
+    """Under wrap_fsdp regions are compiled inside the hooks that gather them."""
+    # simulated ranks share the compiler's cache, so their turns decide which of them compiles
 
     def train(world, *compiled):
         wrap = af.wrap_fsdp(Block)
@@ -244,23 +231,6 @@ def test_regions_that_change_are_told():
     state, _ = step(state, rows(8))
     with pytest.warns(af.errors.RecompilationWarning, match="Block was compiled again"):
         step(state, rows(5))
-
-
-@pytest.mark.parametrize("at", [0, 1, 2])
-@pytest.mark.parametrize(
-    "others",
-    [
-        (af.autocast("bf16"), af.ema(0.5)),
-        (af.autocast("fp16"), af.clip_grad_value(0.1)),
-        (af.checkpoint_activations(Block), af.skip_nonfinite()),
-    ],
-    ids=repr,
-)
-def test_it_stands_anywhere(at, others):
-    """Wherever it stands in a chain, all of the loss is compiled."""
-    setup = [*others]
-    setup.insert(at, quick())
-    assert close(trained(*others, model=blocks), trained(*setup, model=blocks))
 
 
 @pytest.mark.slow
@@ -326,10 +296,10 @@ def test_breaks_in_the_graph():
 class Penalty:
     """A mean, or a total, with a penalty on the gradient of what the model was given."""
 
-    def __init__(self, *, is_total: bool) -> None:
+    def __init__(self, *, is_total):
         self.is_total = is_total
 
-    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor | af.Loss:
+    def __call__(self, model, batch):
         inputs = batch[0].clone().requires_grad_()
         out = model(inputs)
         (grad,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
@@ -388,25 +358,20 @@ def test_wrong_losses_are_refused_as_ever(apart):
     state = begun(quick(fullgraph=not apart), model=norm)
     before = tensors(state)
 
-    def step(loss):
-        af.make_step(loss)(state, rows())
-
     def raising(model, batch):
         model(batch[0])
         raise ValueError("mine")
 
-    with pytest.raises(af.errors.LossError, match="expected a scalar"):
-        step(lambda model, batch: model(batch[0]))
-    with pytest.raises(af.errors.LossError, match="returned a str"):
-        step(lambda *_: "three")
-    with pytest.raises(af.errors.LossError, match="has no gradient"):
-        step(lambda model, batch: model(batch[0]).sum().detach())
-    with pytest.raises(af.errors.NonFiniteLossError):
-        step(lambda model, batch: model(batch[0]).sum() / 0)
-    with pytest.raises(af.errors.LossError, match="0 or more"):
-        step(lambda model, batch: af.Loss(model(batch[0]).sum(), -1))
-    with pytest.raises(ValueError, match="mine"):
-        step(raising)
+    for loss, error, words in (
+        (lambda net, batch: net(batch[0]), LossError, "expected a scalar"),
+        (lambda *_: "three", LossError, "returned a str"),
+        (lambda net, batch: net(batch[0]).sum().detach(), LossError, "has no gradient"),
+        (lambda net, batch: net(batch[0]).sum() / 0, NonFiniteLossError, None),
+        (lambda net, b: af.Loss(net(b[0]).sum(), -1), LossError, "0 or more"),
+        (raising, ValueError, "mine"),
+    ):
+        with pytest.raises(error, match=words):
+            af.make_step(loss)(state, rows())
     assert differences(before, tensors(state)) == []
 
 
@@ -419,14 +384,47 @@ def test_no_compiler_is_named(monkeypatch, tmp_path):
         trained(af.compile(), loss=lambda m, batch: m(batch[0]).square().sin().mean())
 
 
+@pytest.mark.parametrize(
+    "others",
+    [
+        (af.autocast("bf16"), quick(), af.ema(0.5)),
+        (quick(), af.autocast("fp16"), af.clip_grad_value(0.1)),
+        (af.checkpoint_activations(Block), af.skip_nonfinite(), quick()),
+    ],
+    ids=repr,
+)
+def test_it_stands_anywhere(others):
+    """Wherever it stands in a chain, all of the loss is compiled."""
+    plain = [each for each in others if not isinstance(each, af.compile)]
+    assert close(trained(*plain, model=blocks), trained(*others, model=blocks))
+
+
+def test_what_is_not_compiled():
+    """Evaluation runs the plain function; and what torch's compilers warn of is not told."""
+    state = begun(quick())
+    before = num_graphs()
+    data = af.Data(torch.utils.data.TensorDataset(*rows()), global_batch_size=4)
+    af.evaluate(state, data, loss_fn)
+    assert num_graphs() == before
+    with warnings.catch_warnings(action="error"):
+        trained(quick(regions=Block), model=blocks)
+
+
 def test_what_cannot_stand_together():
     """Two of them, an interpreter beside recomputation, and tiny buckets are refused."""
-    with pytest.raises(af.errors.CompositionError, match="both compile"):
-        af.chain(quick(), af.compile(name="other"))
-    with pytest.raises(af.errors.CompositionError, match="different random numbers"):
-        af.chain(af.compile(backend="eager"), af.checkpoint_activations())
-    with pytest.raises(af.errors.CompositionError, match="bucket_cap_mb"):
-        af.chain(af.wrap_ddp(bucket_cap_mb=0.5), af.compile())
+    for chain, words in (
+        ((quick(), af.compile(name="other")), "both compile"),
+        (
+            (af.compile(backend="eager"), af.checkpoint_activations()),
+            "different random numbers",
+        ),
+        ((af.wrap_ddp(bucket_cap_mb=0.5), af.compile()), "bucket_cap_mb"),
+    ):
+        with pytest.raises(af.errors.CompositionError, match=words):
+            af.chain(*chain)
+    state = begun(af.compile(regions=nn.Conv2d))
+    with pytest.raises(af.errors.ModelError, match=r"Linear, ReLU, Sequential\."):
+        af.prepare_engine(state)
 
 
 @pytest.mark.parametrize(
@@ -447,25 +445,3 @@ def test_bad_options(options, says):
     """What torch would not take, or not read, is refused when the transform is made."""
     with pytest.raises(af.errors.ArgumentError, match=says):
         af.compile(**options)
-
-
-def test_no_such_region():
-    """Regions that no module is one of are refused when the engine is built, by name."""
-    state = begun(af.compile(regions=nn.Conv2d))
-    with pytest.raises(af.errors.ModelError, match=r"Linear, ReLU, Sequential\."):
-        af.prepare_engine(state)
-
-
-def test_evaluation_is_not_compiled():
-    """Evaluating a state runs the plain function."""
-    state = begun(quick())
-    before = num_graphs()
-    data = af.Data(torch.utils.data.TensorDataset(*rows()), global_batch_size=4)
-    af.evaluate(state, data, loss_fn)
-    assert num_graphs() == before
-
-
-def test_torchs_own_warnings():
-    """What torch's compilers warn of in the first pass, of their own ways, is not told."""
-    with warnings.catch_warnings(action="error"):
-        trained(quick(regions=Block), model=blocks)

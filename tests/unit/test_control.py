@@ -8,16 +8,17 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.errors import ArgumentError, ReplicaMismatchError, StateDonatedError
+from accelfn.errors import ArgumentError, PeerFailedError
 from accelfn.testing import simulate
+from tests.internals import naming
 from tests.states import linear_state
 
 SCHEDULES = [(), (1, 1, 1), (2, 1, 0, 1), (0, 0, 2)]
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 1, 2, -1, -3])
 def test_on_one_rank(rank):
-    """A function runs on the one rank, with its arguments; the others get None."""
+    """A function runs on the one rank, which may be counted from the last; others get None."""
 
     def fn(world):
         @af.on_rank(world, rank)
@@ -28,31 +29,8 @@ def test_on_one_rank(rank):
         return there(1, right=2)
 
     expected = [None] * 3
-    expected[rank] = (rank, 1, 2)
+    expected[rank] = (rank % 3, 1, 2)
     assert simulate(3, fn).results == tuple(expected)
-
-
-@pytest.mark.parametrize("rank", [-1, -3])
-def test_on_a_rank_counted_from_the_last(rank):
-    """As in a list."""
-    found = simulate(3, lambda world: af.on_rank(world, rank)(lambda: world.rank)())
-    assert [each for each in found if each is not None] == [[0, 1, 2][rank]]
-
-
-@pytest.mark.parametrize("rank", [-4, 3, "0", True, 1.0])
-def test_on_a_rank_that_is_none(rank):
-    """It is refused where it is decorated, on all ranks, by its own name."""
-    with pytest.raises(
-        ArgumentError, match=r"on_rank\(rank=.*0 to 2.*-1 \(the last\) to -3"
-    ):
-        simulate(3, lambda world: af.on_rank(world, rank))
-
-
-@pytest.mark.parametrize("on", [af.on_rank, af.on_main])
-def test_only_functions_run_somewhere(on):
-    """Something else is refused where it stands."""
-    with pytest.raises(ArgumentError, match=r"\(5\): expected a function"):
-        on(af.World.single())(5)
 
 
 def machines(world, local_size):
@@ -65,6 +43,21 @@ def machines(world, local_size):
         local_size=local_size,
         node_rank=node_rank,
     )
+
+
+RANKS = r"on_rank\(rank=.*0 to 2.*-1 \(the last\) to -3"
+
+
+def test_wrong_ranks_and_functions_are_refused():
+    """Where it is decorated, on all ranks, by its own name."""
+    for rank in (-4, 3, "0", True, 1.0):
+        with pytest.raises(ArgumentError, match=RANKS):
+            simulate(3, lambda world, rank=rank: af.on_rank(world, rank))
+    with pytest.raises(ArgumentError, match="a local rank from 0 to 1"):
+        simulate(4, lambda w: af.on_rank(machines(w, 2), 2, local=True))
+    for on in (af.on_rank, af.on_main):
+        with pytest.raises(ArgumentError, match=r"\(5\): expected a function"):
+            on(af.World.single())(5)
 
 
 @pytest.mark.parametrize("local_size", [1, 2, 4])
@@ -92,27 +85,6 @@ def test_once_on_each_machine(local_size, capsys):
     lasts = list(range(local_size - 1, 4, local_size))
     assert ran == [firsts, lasts, lasts, [0], [3]]
     assert sorted(capsys.readouterr().out.split()) == [*["here"] * len(firsts), "there"]
-
-
-def test_a_local_rank_that_a_machine_has_not():
-    """It is refused there."""
-    with pytest.raises(ArgumentError, match="a local rank from 0 to 1"):
-        simulate(4, lambda w: af.on_rank(machines(w, 2), 2, local=True))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_main_goes_first(schedule):
-    """No other rank enters the block before rank 0 has left it."""
-    done = []
-
-    def fn(world):
-        with af.main_first(world):
-            assert world.is_main or done[0] == 0
-            done.append(world.rank)
-
-    simulate(3, fn, schedule=schedule)
-    assert done[0] == 0
-    assert sorted(done) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -201,44 +173,6 @@ def test_printing_in_order(capsys):
     assert capsys.readouterr().out == "rank 0: at 0\nrank 1: at 10\nrank 2: at 20\n"
 
 
-def state_on(world):
-    return linear_state(2, 2, world=world)
-
-
-def test_replicas_that_agree():
-    """Nothing is raised; one rank always agrees with itself."""
-    for size in (1, 2, 3):
-        simulate(size, lambda world: af.assert_replicas_agree(state_on(world)))
-
-
-def test_replicas_that_differ():
-    """The first tensor that differs is named on all ranks, with a row for each."""
-    told = []
-
-    def fn(world):
-        state = state_on(world)
-        state.params["bias"][1] += world.rank == 1
-        try:
-            af.assert_replicas_agree(state)
-        except ReplicaMismatchError as error:
-            told.append(str(error))
-
-    simulate(3, fn)
-    assert len(told) == 3
-    assert len(set(told)) == 1
-    assert "bias" in told[0]
-    assert all(f"rank {rank}: " in told[0] for rank in range(3))
-
-
-def test_replicas_of_a_donated_state():
-    """It is refused as ever."""
-    state = state_on(af.World.single())
-    step = af.make_step(lambda model, batch: model(batch).sum())
-    step(state, torch.ones(1, 2))
-    with pytest.raises(StateDonatedError):
-        af.assert_replicas_agree(state)
-
-
 def test_slots_that_are_each_rank_s_own():
     """What PowerSGD leaves out of a gradient differs by rank, and is no disagreement."""
 
@@ -264,7 +198,66 @@ def test_slots_that_are_each_rank_s_own():
     assert first != second
 
 
-def test_only_states_agree():
-    """A module is refused by its class."""
-    with pytest.raises(ArgumentError, match="expected a TrainState, got Linear"):
-        af.assert_replicas_agree(torch.nn.Linear(1, 1))
+SIGNS = {
+    "Timed out waiting 1000ms for recv operation to complete": "Timed out waiting 1000ms",
+    "Application timeout caused pair closure": "Application timeout caused",
+    "[../pair.cc:525] Connection closed by peer [127.0.0.1]:2222": "(Connection closed by",
+    "[a/b/pair.cc:5] Connection closed by peer [::1]:2. This is typically. GLHF!": (
+        "(Connection closed by peer [::1]:2)"
+    ),
+    "Read error: Connection reset by peer": "(Read error: Connection reset by peer)",
+    "writev: Broken pipe": "(writev: Broken pipe)",
+    "NCCL error: remote process exited": "(NCCL error: remote process exited)",
+}
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+@pytest.mark.parametrize(("size", "other"), [(2, "rank 1"), (3, "another rank")])
+def test_a_lost_rank_is_told(sign, size, other):
+    """D: whatever the backend's words, and with them, but for its chatter, as the reason."""
+
+    def wait(world):
+        with naming("sum", world):
+            raise RuntimeError(sign + "\nand more")
+
+    says = (
+        rf"Rank 0 of {size} waited in 'sum', but {other} failed, left or did not arrive"
+    )
+    with pytest.raises(PeerFailedError, match=says) as caught:
+        simulate(size, wait)
+    said = str(caught.value)
+    assert SIGNS[sign] in said
+    assert not any(word in said for word in ("pair.cc", "GLHF", "and more"))
+    assert caught.value.__suppress_context__  # its traceback would say nothing more
+    assert sign in str(caught.value.__context__)
+
+
+def test_other_failures_stay_what_they_are():
+    """An error that says nothing of a connection is not laid at another rank's door."""
+
+    def fail(world):
+        with naming("sum", world):
+            raise RuntimeError("of another kind")
+
+    with pytest.raises(RuntimeError, match="of another kind") as caught:
+        simulate(2, fail)
+    assert not isinstance(caught.value, PeerFailedError)
+
+
+def test_blocks_lie_in_one_another():
+    """What is done inside another thing is that one again afterwards, also when it failed."""
+
+    def run(world):
+        connection = world.connection
+        seen = [connection.activity.label]
+        with naming("outer", world):
+            with naming("inner", world):
+                seen.append(connection.activity.label)
+            seen.append(connection.activity.label)
+            with pytest.raises(KeyError), naming("failing", world):
+                raise KeyError
+            seen.append(connection.activity.label)
+        return [*seen, connection.activity.label]
+
+    for seen in simulate(2, run):
+        assert seen == [None, "inner", "outer", "outer", None]

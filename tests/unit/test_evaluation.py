@@ -10,11 +10,14 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.functional import pad
 from torch.utils.data import IterableDataset
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import accelfn as af
+from accelfn.errors import AccelfnWarning, StateError
 from accelfn.testing import simulate
-from tests.states import bits, values
+from tests.states import bits, create, values
 
 X = torch.linspace(-1, 1, 33).reshape(11, 3)
 Y = torch.arange(11) % 2
@@ -36,9 +39,7 @@ STEP = af.make_step(loss)
 def make(model=net, **options):
     """Return a state with buffers, optimizer state and a slot, one update old."""
     options = {"setup": af.ema(0.9), **options}
-    state = af.TrainState.create(
-        model=model, optimizer=partial(torch.optim.Adam, lr=0.1), **options
-    )
+    state = create(model=model, optimizer=partial(torch.optim.Adam, lr=0.1), **options)
     return STEP(state, (X, Y))[0]
 
 
@@ -78,14 +79,11 @@ def test_a_count_is_no_mean():
     """A10: an integer tensor over several samples is told; what may be a mean is not."""
     state = make()
     count = lambda model, batch: (model(batch[0]).argmax(1) == batch[1]).sum()  # noqa: E731
-    with pytest.warns(
-        af.errors.AccelfnWarning,
-        match=r"'value'. It is probably a count or a sum.*af\.Loss",
-    ):
-        af.evaluate(state, data(), count)
-    with pytest.warns(af.errors.AccelfnWarning, match=r"'value'\. It is probably"):
-        af.evaluate(state, data(2), count)
-    with pytest.warns(af.errors.AccelfnWarning, match=r"'right'\. It is probably"):
+    words = r"'value'. It is probably a count or a sum.*af\.Loss"
+    for size in (2, 4):
+        with pytest.warns(AccelfnWarning, match=words):
+            af.evaluate(state, data(size), count)
+    with pytest.warns(AccelfnWarning, match=r"'right'\. It is probably"):
         af.evaluate(state, data(), lambda *given: {"right": count(*given)})
     af.evaluate(state, data(1), count)  # of one sample, it is the mean
     af.evaluate(state, data(1), lambda *given: count(*given) == 1)
@@ -119,16 +117,9 @@ def test_a_measure_has_its_function_s_name(words, end, form):
     expected = "loss" if bare.endswith("loss") else name
     assert af.evaluate(STATE, data(), fn) == {expected: 2.0}
     assert af.evaluate(STATE, data(), lambda *_: {"loss": 1.0}) == {"loss": 1.0}
-
-
-def test_a_class_of_loss_measures_loss():
-    """torch's own losses are objects, named for their class."""
-    rows = af.Data(X, global_batch_size=4)
     nll = type("CrossEntropyLoss", (), {"__call__": lambda *_: torch.tensor(1.0)})()
-    assert list(af.evaluate(STATE, rows, nll)) == ["loss"]
-    assert list(af.evaluate(STATE, rows, lambda *_: af.Loss(torch.ones(()), 1))) == [
-        "loss"
-    ]
+    for fn in (nll, lambda *_: af.Loss(torch.ones(()), 1)):
+        assert list(af.evaluate(STATE, data(), fn)) == ["loss"]
 
 
 MEASURES = {
@@ -237,9 +228,7 @@ def clipped(model, batch):
 def test_a_function_that_writes_into_the_model_is_refused(call, setup):
     """What it evaluates is the state's, or its average; reading and a step between are not."""
     state = make(setup=setup)
-    with pytest.raises(
-        af.errors.StateError, match=r"changed the parameter '0\.bias' in place"
-    ):
+    with pytest.raises(StateError, match=r"changed the parameter '0\.bias' in place"):
         list(call(state, data(), clipped))
     state = make(setup=setup)
     found = call(state, data(), outputs if call is af.predict else right)
@@ -270,15 +259,6 @@ def test_predictions_of_a_state_donated_meanwhile():
     STEP(state, (X, Y))
     with pytest.raises(af.errors.StateDonatedError):
         list(predictions)
-
-
-def test_evaluates_the_average():
-    """Under `ema` the average is evaluated, not the parameters."""
-    state = make()
-    with af.borrow_model(state, at="eval") as model, torch.no_grad():
-        expected = float(model.eval()(X).mean())
-    found = af.evaluate(state, data(11), lambda model, batch: model(batch[0]).mean())
-    assert pytest.approx(expected, rel=1e-6) == found["value"]
 
 
 def test_runs_under_the_setups_precision():
@@ -332,10 +312,7 @@ def test_stand_ins_count_for_nothing(form, bad, size):
         def measure(*_):
             return FORMS[form](torch.tensor(bad if world.rank else 1.0))
 
-        state = af.TrainState.create(
-            model=Counts, optimizer=partial(torch.optim.SGD, lr=0.1), world=world
-        )
-        return af.evaluate(state, samples, measure)
+        return af.evaluate(create(model=Counts, world=world), samples, measure)
 
     for each in simulate(size, train).results:
         assert set(each.values()) == {1.0}
@@ -361,20 +338,6 @@ def test_a_backward_pass_in_what_is_evaluated_says_where_it_is():
     assert len(list(af.predict(make(), data(), slope))) == 11
 
 
-@pytest.mark.parametrize("given", [(X, Y), [1], None])
-def test_data_to_evaluate_on(given):
-    """Something else than af.Data is refused with what to give."""
-    with pytest.raises(af.errors.StateError, match=r"af\.Data\("):
-        af.evaluate(make(), given, outputs)
-
-
-def test_function_that_is_none():
-    """A function that cannot be called is refused."""
-    for use in (af.evaluate, lambda *all_: list(af.predict(*all_))):
-        with pytest.raises(af.errors.Error, match="3"):
-            use(make(), data(), 3)
-
-
 class Streamed(IterableDataset):
     """Every so many samples, one by one."""
 
@@ -394,7 +357,7 @@ def test_samples_of_each_rank_have_no_order_to_predict_in(size):
         own = af.Data(Streamed(world.rank, size), global_batch_size=4, sharded=True)
         state = make(world=world, setup=af.wrap_ddp())
         with pytest.raises(
-            af.errors.StateError, match=r"sharded=True\) each rank has other samples"
+            StateError, match=r"sharded=True\) each rank has other samples"
         ):
             list(af.predict(state, own, outputs))
         return af.evaluate(state, own, lambda _, batch: {"y": batch[1].float().mean()})
@@ -407,3 +370,69 @@ def test_a_function_whose_signature_nobody_knows_is_called():
     """Some that are written in C have none, and are taken as they are."""
     named = af.Data(X, global_batch_size=4, collate=lambda _: "training")
     assert af.evaluate(STATE, named, getattr) == {"getattr": 0.0}
+
+
+def test_wrong_data_and_functions_are_refused():
+    """Something else than af.Data, and a function that cannot be called."""
+    for rows in ((X, Y), [1], None):
+        with pytest.raises(StateError, match=r"af\.Data\("):
+            af.evaluate(STATE, rows, outputs)
+    for use in (af.evaluate, lambda *all_: list(af.predict(*all_))):
+        with pytest.raises(af.errors.Error, match="3"):
+            use(STATE, data(), 3)
+
+
+SIZES = {"vocab_size": 12, "hidden_size": 8, "intermediate_size": 8}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+CONFIG = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, **SIZES, **TOKENS)
+MOST = 5
+GREEDY = {"max_new_tokens": MOST, "do_sample": False}
+
+
+def padded(items):
+    longest = max(map(len, items))
+    ids = torch.tensor([[0] * (longest - len(each)) + each for each in items])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+def writer(world, setup=None):
+    model = lambda: LlamaForCausalLM(CONFIG).double()  # noqa: E731
+    return create(model=model, setup=setup, world=world)
+
+
+def answers(model, batch):
+    whole = model.generate(**batch, **GREEDY)
+    new = whole[:, batch["input_ids"].shape[1] :]
+    return pad(new, (0, MOST - new.shape[1]))
+
+
+def of_a_dataset(prompts, world):
+    state = writer(world, af.chain(af.shard_data(), af.wrap_ddp()))
+    data = af.Data(prompts, global_batch_size=3, collate=padded)
+    return [each[each != 0].tolist() for each in af.predict(state, data, answers)]
+
+
+def of_a_list(prompts, setup, world):
+    model, found = af.snapshot_model(writer(world, setup)), []
+    for prompt in af.split_over_ranks(prompts, world):
+        (whole,) = model.generate(**padded([prompt]), **GREEDY)
+        found.append(whole[len(prompt) :].tolist())
+    return [each for part in af.all_gather_objects(found, world) for each in part]
+
+
+@pytest.mark.parametrize("count", [1, 4, 7])
+def test_texts_are_those_of_the_model_alone(count):
+    """As many as prompts, each its own, on all ranks, however these share them."""
+    prompts = [[1, *(3 + (i * 5 + j) % 9 for j in range(i % 4))] for i in range(count)]
+    model = af.snapshot_model(writer(None))
+    alone = [
+        model.generate(**padded([p]), **GREEDY)[0, len(p) :].tolist() for p in prompts
+    ]
+    for size in (1, 2, 3):
+        ways = [
+            partial(of_a_dataset, prompts),
+            partial(of_a_list, prompts, None),
+            partial(of_a_list, prompts, af.wrap_fsdp()),
+        ]
+        for way in ways:
+            assert [alone] * size == list(simulate(size, way))

@@ -5,9 +5,7 @@ import copy
 import json
 import math
 import pickle
-import re
 import warnings
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -20,26 +18,16 @@ import accelfn as af
 from accelfn.errors import AccelfnWarning, CallError, StateError
 from accelfn.testing import simulate
 from tests.internals import ReadOnly
-from tests.states import linear_state, recorded_warnings
+from tests.states import SGD, STEP, create, linear_state, recorded_warnings, square
 
-SGD = partial(torch.optim.SGD, lr=0.1)
 INPUTS = torch.linspace(-1, 1, 24).reshape(12, 2)
+in_silence = partial(warnings.catch_warnings, action="error")
 
 
-def square(model, batch):
-    return model(batch).square().mean()
-
-
-def state_of(model=lambda: nn.Linear(2, 2), optimizer=torch.optim.SGD, **options):
-    options = {"data": af.Data(INPUTS, global_batch_size=4), **options}
-    return af.TrainState.create(model=model, optimizer=optimizer, **options)
-
-
-@contextmanager
-def in_silence():
-    """Fail where something is told in the block."""
-    with warnings.catch_warnings(action="error", category=AccelfnWarning):
-        yield
+def state_of(model=lambda: nn.Linear(2, 2), **options):
+    return create(
+        model=model, **{"data": af.Data(INPUTS, global_batch_size=4), **options}
+    )
 
 
 class Scaled(nn.Module):
@@ -51,6 +39,34 @@ class Scaled(nn.Module):
 
     def forward(self, outputs):
         return (self.scale * outputs).square().mean()
+
+
+def put_data(module):
+    module.weight.data = torch.zeros(2, 2)
+
+
+def put_parameter(module):
+    module.weight = nn.Parameter(torch.zeros(2, 2))
+
+
+def put_dict(module):
+    values = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
+    module.load_state_dict(values, assign=True)
+
+
+@pytest.mark.parametrize("put", [put_data, put_parameter, put_dict])
+def test_what_is_put_in_the_place_of_a_lent_tensor_is_refused(put):
+    """The state keeps its own; what is written into that stays, and another kind is a look."""
+    state = state_of()
+    words = r"replaced the tensors weight.* state\.with_params"
+    with pytest.raises(StateError, match=words), af.borrow_model(state) as module:
+        put(module)
+    with af.borrow_model(state) as module, torch.no_grad():
+        module.weight.zero_()
+    assert not state.params["weight"].any()
+    with af.borrow_model(state) as module:
+        module.double()
+        module.bias = None
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -101,44 +117,13 @@ def test_what_reads_a_frozen_model_is_not_told():
         af.value_and_grad(loss)(state, INPUTS)
 
 
-def put_data(module):
-    module.weight.data = torch.zeros(2, 2)
-
-
-def put_parameter(module):
-    module.weight = nn.Parameter(torch.zeros(2, 2))
-
-
-def put_dict(module):
-    values = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
-    module.load_state_dict(values, assign=True)
-
-
-@pytest.mark.parametrize("put", [put_data, put_parameter, put_dict])
-def test_what_is_put_in_the_place_of_a_lent_tensor_is_refused(put):
-    """The state keeps its own; what is written into that stays, and another kind is a look."""
-    state = state_of()
-    with (
-        pytest.raises(
-            StateError, match=r"replaced the tensors weight.* state\.with_params"
-        ),
-        af.borrow_model(state) as module,
-    ):
-        put(module)
-    with af.borrow_model(state) as module, torch.no_grad():
-        module.weight.zero_()
-    assert not state.params["weight"].any()
-    with af.borrow_model(state) as module:
-        module.double()
-        module.bias = None
-
-
 class Noting(nn.Module):
     """Notes a number in each pass, which becomes another."""
 
     def __init__(self, first, become):
         super().__init__()
-        self.linear, self.noted, self.become = nn.Linear(2, 2), first, become
+        self.linear, self.become = nn.Linear(2, 2), become
+        self.noted = copy.deepcopy(first)
 
     def forward(self, inputs):
         self.noted = self.become(self.noted)
@@ -167,6 +152,8 @@ NOTES = {  # what there is at first, what it becomes, and whether that counts
     "a list of the last pass": ([], lambda _: [1, 2], False),
     "a tensor": (torch.tensor(0), lambda was: was + 1, True),
     "a mean in a tensor": (torch.ones(2), lambda was: was * 0.9 + torch.rand(2), False),
+    "a mean in place": (torch.zeros(2), lambda was: was.mul_(0.9).add_(1), True),
+    "a complex mean": (torch.zeros(3) * 1j, lambda was: was.mul_(0.9).add_(1), True),
     "a tensor of the last pass": (None, lambda _: torch.zeros(2).add_(1), False),
     "a tensor of two truths": (
         torch.zeros((), dtype=torch.bool),
@@ -178,10 +165,9 @@ NOTES = {  # what there is at first, what it becomes, and whether that counts
 
 def told_in_training(state):
     """Return what four epochs say."""
-    step = af.make_step(square)
     with recorded_warnings() as told:
         for batch in af.batches(state, until_epoch=4):
-            state, _ = step(state, batch)
+            state, _ = STEP(state, batch)
     return [str(each.message) for each in told]
 
 
@@ -199,41 +185,12 @@ def test_a_number_that_a_module_counts_on_is_told(name, num_micro_batches):
     assert all(each.startswith("While the loss function ran, 1.noted") for each in told)
 
 
-class Averaging(nn.Module):
-    """Keeps a mean in a tensor that is no buffer, of any dtype and shape."""
-
-    def __init__(self, like, into):
-        super().__init__()
-        self.linear, self.into, self.kept = nn.Linear(2, 2), into, like.clone()
-        if into == "a buffer":
-            self.register_buffer("mean", like.clone())
-
-    def forward(self, inputs):
-        mean = self.mean if self.into == "a buffer" else self.kept
-        if self.into != "nothing":
-            mean.mul_(0.9).add_(
-                torch.rand_like(mean, dtype=torch.float32).to(mean.dtype)
-            )
-        return self.linear(inputs)
-
-
-@pytest.mark.parametrize("into", ["an attribute", "a buffer", "nothing"])
-@pytest.mark.parametrize(
-    "like", [torch.zeros(2), torch.zeros(()), torch.zeros(3, dtype=torch.complex64)]
-)
-def test_a_tensor_that_a_module_writes_into_is_told(into, like):
-    """What is no buffer is in no checkpoint; a buffer is, and what stays as it is needs none."""
-    told = told_in_training(state_of(model=lambda: Averaging(like, into)))
-    assert len(told) == (into == "an attribute")
-    assert all(re.search("kept('s number of writes)? was", each) for each in told)
-
-
 class Counting(torch.optim.SGD):
     """Keeps something for itself."""
 
     def __init__(self, params, first, become):
         super().__init__(params, lr=0.1)
-        self.noted, self.become = first, become
+        self.noted, self.become = copy.deepcopy(first), become
 
     def step(self, closure=None):
         self.noted = self.become(self.noted)
@@ -270,8 +227,8 @@ def test_columns_in_a_list_are_told():
 @pytest.mark.parametrize("kept", ["nothing", "a copy", "the loaded state", "its use"])
 def test_a_loaded_state_that_nobody_keeps_is_told(kept, tmp_path):
     """A step on the state that was given to `load` says so, unless the loaded one is kept."""
-    state, step = state_of(data=None), af.make_step(square)
-    saved, _ = step(state_of(data=None), INPUTS)
+    state = state_of(data=None)
+    saved, _ = STEP(state_of(data=None), INPUTS)
     af.save(saved, tmp_path / "saved")
     loaded = af.load(state, tmp_path / "saved")
     assert loaded.step == 1
@@ -284,9 +241,9 @@ def test_a_loaded_state_that_nobody_keeps_is_told(kept, tmp_path):
         del loaded
         words = r"at update 0\. Write state = af\.load\(state, directory\)"
         with pytest.warns(AccelfnWarning, match=words):
-            state, _ = step(state, INPUTS)
+            state, _ = STEP(state, INPUTS)
     with in_silence():
-        step(state, INPUTS)
+        STEP(state, INPUTS)
 
 
 def thinned(kept, samples):
@@ -326,12 +283,8 @@ def test_samples_that_a_collate_leaves_out_are_told(name):
         return af.Loss(plain(model, batch) * len(batch), len(batch))
 
     def told(loss_fn, setup):
-        state = af.TrainState.create(
-            model=nn.Linear(2, 2),
-            optimizer=partial(torch.optim.SGD, lr=0.0),
-            data=data,
-            setup=setup,
-        )
+        still = partial(torch.optim.SGD, lr=0.0)
+        state = state_of(optimizer=still, data=data, setup=setup)
         step = af.make_step(loss_fn)
         with recorded_warnings() as said:
             for batch in af.batches(state, until_epoch=2):
@@ -478,9 +431,8 @@ def test_a_mean_over_labels_that_a_model_took_is_told(ignored, parts, weighed, t
         mean = model(**batch)
         return af.Loss(mean * kept, kept) if weighed else mean
 
-    state = af.TrainState.create(
+    state = create(
         model=lambda: PreTrainedModel(2, 2),
-        optimizer=SGD,
         data=af.Data({"inputs": INPUTS, "labels": labels}, global_batch_size=6),
         setup=af.accumulate(num_micro_batches=parts),
     )
@@ -516,9 +468,8 @@ def test_warn_of_a_reduction_if_gradients_depend_on_micro_batches(name, ignored)
         return LOSSES[name](model(inputs), targets)
 
     def gradients(num_micro_batches):
-        state = af.TrainState.create(
+        state = create(
             model=lambda: nn.Linear(2, 2).double(),
-            optimizer=SGD,
             data=af.Data((INPUTS.double(), labels), global_batch_size=12),
             setup=af.accumulate(num_micro_batches=num_micro_batches),
         )
@@ -556,24 +507,6 @@ def test_values_that_vanish_are_told(dtype, factor, told):
     assert [told in str(each.message) for each in caught] == [True] * (told is not None)
 
 
-def test_a_loss_on_meta_has_no_values_to_warn_of():
-    """Neither its weight nor its targets, where only calls are looked at."""
-
-    def train(world):
-        state = af.TrainState.create(
-            model=lambda: nn.Linear(2, 2), optimizer=SGD, world=world
-        )
-        batch = torch.ones(4, 2), torch.zeros(4, dtype=torch.long)
-        batch = tuple(tensor.to(world.device) for tensor in batch)
-        af.make_step(
-            lambda model, batch: af.Loss(
-                nn.functional.cross_entropy(model(batch[0]), batch[1]), batch[1].sum()
-            )
-        )(state, batch)
-
-    simulate(1, train, device="meta")
-
-
 def test_a_loss_that_keeps_a_graph_says_detach():
     """A moving average over updates, with the graphs of earlier updates."""
     kept = [torch.zeros(2)]
@@ -587,3 +520,19 @@ def test_a_loss_that_keeps_a_graph_says_detach():
     with pytest.raises(RuntimeError) as caught:
         af.make_step(loss)(state, INPUTS)
     assert "detach()" in caught.value.__notes__[0]
+
+
+def test_a_loss_on_meta_has_no_values_to_warn_of():
+    """Neither its weight nor its targets, where only calls are looked at."""
+
+    def loss(model, batch):
+        return af.Loss(
+            nn.functional.cross_entropy(model(batch[0]), batch[1]), batch[1].sum()
+        )
+
+    def train(world):
+        rows, labels = torch.ones(4, 2), torch.zeros(4, dtype=torch.long)
+        batch = rows.to(world.device), labels.to(world.device)
+        af.make_step(loss)(state_of(data=None, world=world), batch)
+
+    simulate(1, train, device="meta")

@@ -64,6 +64,7 @@ USES = {
     "step": lambda state, _: STEP(state, X),
     "step with donate=False": lambda state, _: STEP(state, X, donate=False),
     "value_and_grad": lambda state, _: af.value_and_grad(square)(state, X),
+    "agree": lambda state, _: af.assert_replicas_agree(state),
     "save": lambda state, path: af.save(state, path / "saved"),
     "load": lambda state, path: af.load(state, path / "saved"),
     "evaluate": lambda state, _: af.evaluate(state, state.data, square),

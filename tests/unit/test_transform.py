@@ -1,12 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`transform` and `chain`: values that are compared, printed, composed and refused."""
+"""Transforms: values that are compared, printed, composed and refused; modules and slots."""
+
+import copy
+import sys
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
 import accelfn as af
-from accelfn.errors import ArgumentError, CompositionError
-from tests.states import linear_state
+from accelfn.errors import ArgumentError, CompositionError, ModelError
+from accelfn.testing import simulate
+from tests.internals import is_shard
+from tests.states import STEP, create, linear_state
 
 ALL = (
     af.shard_data(),
@@ -20,85 +30,52 @@ ALL = (
 )
 
 
-def test_two_of_one_kind_under_two_names():
-    """Under names of their own two transforms of one kind are fine."""
-    assert len(af.chain(af.ema(0.9), af.ema(0.99, name="slow"))) == 2
+NONE = [
+    (af.shard_data, r"argument 1 .*Write"),
+    (af.ema, r"argument 1 .*Write"),
+    (af.chain, r"argument 1 .*Write"),
+    ("autocast", r"argument 1 .*not a transform"),
+    (3, r"argument 1 .*not a transform"),
+    ([af.identity()], r"argument 1 .*not a transform"),
+    (lambda state: state, r"argument 1 .*not a transform"),
+]
 
 
-def test_two_engines():
-    """Two engines are refused, both shown."""
-    words = r"two engines.*wrap_ddp.*Keep one"
-    with pytest.raises(CompositionError, match=words) as caught:
-        af.chain(af.wrap_ddp(), af.wrap_ddp(name="other"))
-    assert isinstance(caught.value, ValueError)
-
-
-def test_two_ways_to_reduce():
-    """Two ways to reduce gradients are refused."""
-    with pytest.raises(CompositionError, match="two ways to reduce"):
-        af.chain(af.local_sgd(sync_every=2), af.local_sgd(sync_every=3, name="b"))
-
-
-@pytest.mark.parametrize("given", [af.shard_data, af.ema, af.chain])
-def test_class_instead_of_a_value(given):
-    """A class in place of a value is refused with its position, and told to be called."""
-    with pytest.raises(CompositionError, match=r"argument 1 .*Write"):
+@pytest.mark.parametrize(("given", "words"), NONE)
+def test_no_transform(given, words):
+    """A class, or anything else, in place of a value is refused with its position."""
+    with pytest.raises(CompositionError, match=words):
         af.chain(af.identity(), given)
-
-
-@pytest.mark.parametrize("given", ["autocast", 3, [af.identity()], lambda state: state])
-def test_no_transform(given):
-    """Anything else is refused with its position."""
-    with pytest.raises(CompositionError, match=r"argument 0 .*not a transform"):
-        af.chain(given)
-
-
-@pytest.mark.parametrize("given", [af.shard_data, [af.identity()], "autocast"])
-def test_setup_that_is_no_transform(given):
-    """`create(setup=)` refuses the same."""
     with pytest.raises(CompositionError, match="not a transform"):
         linear_state(setup=given)
 
 
-def test_misspelt_field():
-    """A method that is no field is refused with the nearest that is."""
-    with pytest.raises(ArgumentError, match=r"Noise\.grad .*Did you mean 'grads'"):
+def test_two_of_one_kind():
+    """Under names of their own they are fine, but for engines and ways to reduce."""
+    assert len(af.chain(af.ema(0.9), af.ema(0.99, name="slow"))) == 2
+    with pytest.raises(CompositionError, match=r"two engines.*wrap_ddp.*Keep one") as e:
+        af.chain(af.wrap_ddp(), af.wrap_ddp(name="other"))
+    assert isinstance(e.value, ValueError)
+    with pytest.raises(CompositionError, match="two ways to reduce"):
+        af.chain(af.local_sgd(sync_every=2), af.local_sgd(sync_every=3, name="b"))
 
-        @af.transform
-        class Noise:
-            def grad(self, grads, slot, update):
-                return grads, slot
+
+CLASSES = [
+    ({"__init__": lambda self, scale: setattr(self, "scale", scale)}, "__init__"),
+    ({"grad": lambda _, grads, slot: (grads, slot)}, r"\.grad .*Did you mean 'grads'"),
+    ({"grads": lambda _, grads: grads}, r"\.grads.*grads, slot, update"),
+]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"__init__": lambda self, scale: setattr(self, "scale", scale)},
-        {"grad": lambda _, grads, slot: (grads, slot)},
-        {"grads": lambda _, grads: grads},
-    ],
-    ids=lambda body: next(iter(body)),
-)
-def test_a_class_that_is_refused_stays_as_it_was(body):
-    """What is wrong with it is found before anything of it is changed."""
+@pytest.mark.parametrize(("body", "words"), CLASSES)
+def test_a_class_that_is_refused_stays_as_it_was(body, words):
+    """What is wrong with it is found before anything of it is changed; helpers have a _."""
     cls = type("Scaled", (), body)
     before = dict(vars(cls))
-    with pytest.raises(ArgumentError, match="Scaled"):
+    with pytest.raises(ArgumentError, match=f"Scaled.*{words}"):
         af.transform(cls)
     assert before == dict(vars(cls))
-
-
-def test_helper_methods_start_with_an_underscore():
-    """A helper with an underscore is allowed."""
-
-    @af.transform
-    class Noise:
-        scale: float = 1.0
-
-        def _draw(self):
-            return self.scale
-
-    assert repr(Noise(2.0)).endswith("Noise(2.0)")
+    af.transform(type("Scaled", (), {f"_{name}": each for name, each in body.items()}))
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "../x", 3, None])
@@ -149,40 +126,6 @@ def test_explain_says_how_gradients_cross(setup, words, capsys):
     assert f"; gradients {words}\n" in capsys.readouterr().out
 
 
-def test_methods_take_what_they_are_called_with():
-    """A method with other arguments is refused when the class is made a transform."""
-    with pytest.raises(ArgumentError, match=r"Odd\.grads.*grads, slot, update"):
-
-        @af.transform
-        class Odd:
-            def grads(self, grads, update):
-                return grads
-
-
-def test_methods_return_a_value_and_a_slot():
-    """One that forgets its slot is named, and the state is as it was."""
-
-    @af.transform
-    class Forgets:
-        def grads(self, grads, slot, update):
-            return grads
-
-    state = linear_state(2, setup=Forgets())
-    with pytest.raises(ArgumentError, match=r"Forgets\(\)\.grads.*\(grads, slot\)"):
-        af.make_step(lambda model, x: model(x).mean())(state, torch.ones(3, 2))
-    assert state.step == 0
-    state.copy()
-
-
-@af.transform
-class Draws:
-    """Draw in every update."""
-
-    def grads(self, grads, slot, update):
-        del slot, update
-        return grads, torch.rand(())
-
-
 def test_a_class_may_say_what_its_slot_is_called():
     """A default of `name` in its body holds; of a class made of it, that class's own name."""
 
@@ -208,39 +151,322 @@ def test_a_class_may_say_what_its_slot_is_called():
         )()
 
 
-def one_weight(setup, seed=0):
-    return af.TrainState.create(
-        model=lambda: torch.nn.Linear(1, 1, bias=False),
-        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.5),
-        setup=setup,
-        seed=seed,
-    )
+@af.transform
+class Draws:
+    """Draw in every update."""
+
+    def grads(self, grads, slot, update):
+        return grads, torch.rand(())
 
 
-def test_a_loss_draws_by_the_seed_that_was_loaded(tmp_path):
-    """So does its dropout, and that of what is evaluated after it."""
+def test_draws_are_of_the_seed_that_was_loaded(tmp_path):
+    """Of transforms and losses, though the state has drawn by another seed before it."""
 
     def dropped(model, batch):
         return torch.nn.functional.dropout(model(batch).square(), 0.5).mean()
 
     step, batch = af.make_step(dropped), torch.ones(64, 1)
-    state, _ = step(one_weight(af.identity(), seed=1), batch)
-    other, _ = step(one_weight(af.identity(), seed=2), batch)
+    state, _ = step(linear_state(setup=Draws(), seed=1), batch)
+    other, _ = step(linear_state(setup=Draws(), seed=2), batch)
     af.save(state, tmp_path / "saved")
     loaded = af.load(other, tmp_path / "saved")
+    assert [*loaded.params.values()] == [*state.params.values()]
     for _ in range(2):
         state, expected = step(state, batch)
         loaded, metrics = step(loaded, batch)
         assert metrics["loss"] == expected["loss"]
+        assert loaded.slots[Draws().name] == state.slots[Draws().name]
 
 
-def test_draws_are_of_the_seed_that_was_loaded(tmp_path):
-    """A state that is loaded draws by its own seed, though another has drawn before it."""
-    step = af.make_step(lambda model, x: model(x).sum())
-    state, _ = step(one_weight(Draws(), seed=1), torch.ones(1, 1))
-    other, _ = step(one_weight(Draws(), seed=2), torch.ones(1, 1))
-    af.save(state, tmp_path / "saved")
-    loaded = af.load(other, tmp_path / "saved")
-    state, _ = step(state, torch.ones(1, 1))
-    loaded, _ = step(loaded, torch.ones(1, 1))
-    assert loaded.slots[Draws().name] == state.slots[Draws().name]
+def trained(setup: Any, size: int) -> list[dict[str, torch.Tensor]]:
+    """Return each rank's parameters and running statistics after two updates."""
+    rows = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+
+    def rank(world):
+        model = lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))  # noqa: E731
+        setups = af.chain(af.shard_data(), af.wrap_ddp(), setup)
+        data = af.Data(rows, global_batch_size=8)
+        state = create(model=model, data=data, setup=setups, world=world)
+        for batch in af.batches(state, until_epoch=2):
+            state, _ = STEP(state, batch)
+        return {**state.params, **state.buffers}
+
+    return list(simulate(size, rank))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_who_changes_modules_stands_in_any_order(size):
+    """What recomputes runs again what others have made of a module, wherever it stands."""
+    again, over = af.checkpoint_activations(), af.sync_batchnorm()
+    one, two, plain = (
+        trained(setup, size)
+        for setup in (af.chain(again, over), af.chain(over, again), over)
+    )
+    for other in (two, plain):
+        for mine, theirs in zip(one, other, strict=True):
+            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_module_may_be_put_around_one():
+    """What the loss is given is what the last transform returned."""
+    seen = []
+
+    @af.transform
+    class Named:
+        word: str
+
+        def module(self, module, state):
+            module.register_forward_pre_hook(lambda *_: seen.append(self.word))
+            return module
+
+    trained(af.chain(Named("first", name="one"), Named("second", name="two")), 1)
+    assert seen == ["first", "second"] * 2
+
+
+def copied(module):
+    return copy.deepcopy(module)
+
+
+def with_buffer(module):
+    module.register_buffer("extra", torch.zeros(1))
+    return module
+
+
+def with_parameter(module):
+    module.extra = nn.Parameter(torch.ones(1))
+    return module
+
+
+@pytest.mark.parametrize("act", [copied, with_buffer, with_parameter])
+def test_another_module_is_refused(act):
+    """The optimizer steps the parameters that the engine has; what is added nobody saves."""
+
+    @af.transform
+    class Changes:
+        def module(self, module, state):
+            return act(module)
+
+    said = "returned a module with other" if act is copied else ".*these: extra"
+    with pytest.raises(ModelError, match=rf"Changes\(\).module {said}"):
+        trained(Changes(), 1)
+
+
+def begun(world, setup, seed=0):
+    model = partial(nn.Linear, 3, 5, dtype=torch.float64)
+    return create(model=model, setup=setup, world=world, seed=seed)
+
+
+@af.transform
+class Remembers:
+    """Keeps a plain tensor under a parameter's name."""
+
+    def init(self, state):
+        return {"weight": torch.full((5, 3), 0.5, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("before", [af.wrap_fsdp(), af.wrap_ddp()])
+@pytest.mark.parametrize("partial_load", [False, True])
+def test_what_a_transform_keeps_whole_is_loaded_whole(tmp_path, before, partial_load):
+    """Though it stands under a parameter's name and has its shape."""
+
+    def save(world):
+        af.save(begun(world, af.chain(before, Remembers())), tmp_path / "saved")
+
+    def load(world):
+        state = begun(world, af.chain(af.wrap_fsdp(), Remembers()), seed=1)
+        if partial_load:
+            loaded = af.load_part(state, tmp_path / "saved", only="slots").state
+        else:
+            loaded = af.load(state, tmp_path / "saved")
+        for each in (state, loaded):
+            (kept,) = each.slots.values()
+            assert not is_shard(kept["weight"])
+            assert kept["weight"].eq(0.5).all()
+        assert is_shard(loaded.params["weight"])
+
+    simulate(2, save)
+    simulate(2, load)
+
+
+@af.transform
+class Keeps:
+    """Keeps in its slot what a state holds, as one field sees it from some call on."""
+
+    field: str
+    part: str
+    first: int
+    is_copied: bool
+
+    def init(self, state):
+        return self._slot("init", state, {"calls": -1})
+
+    def grads(self, grads, slot, update):
+        return grads, self._slot("grads", update.state, slot)
+
+    def hyper(self, hyper, slot, update):
+        return {}, self._slot("hyper", update.state, slot)
+
+    def after_update(self, state, slot, update):
+        return state, self._slot("after_update", state, slot)
+
+    def finalize(self, state, slot, update):
+        return state, self._slot("finalize", state, slot)
+
+    def _slot(self, field, state, slot):
+        if field not in (self.field, "init"):
+            return slot
+        calls, held = slot["calls"] + 1, {}
+        if field == self.field and (field == "init" or calls >= self.first):
+            held = {
+                n: self._kept(each) for n, each in getattr(state, self.part).items()
+            }
+        return {"calls": calls, "held": held}
+
+    def _kept(self, each):
+        if not isinstance(each, torch.Tensor):
+            return {name: self._kept(inner) for name, inner in each.items()}
+        return each.clone() if self.is_copied else each
+
+
+@given(
+    field=st.sampled_from(["init", "grads", "hyper", "after_update", "finalize"]),
+    part=st.sampled_from(["params", "buffers", "opt_state"]),
+    first=st.integers(1, 3),
+    is_copied=st.booleans(),
+)
+def test_a_slot_of_the_state_s_own_tensors_is_refused(field, part, first, is_copied):
+    """The update after it would change what the slot is to remember; copies are as they were."""
+    keeps = Keeps(field, part=part, first=first, is_copied=is_copied)
+    own = part != "opt_state" or field != "init"  # no optimizer has any yet
+
+    def train():
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+        state = create(model=model, optimizer=momentum, setup=keeps)
+        for _ in range(6):
+            state, _ = STEP(state, torch.randn(4, 2))
+        for _ in range(4):
+            state = af.finalize(state)
+
+    if is_copied or not own:
+        train()
+    else:
+        with pytest.raises(af.errors.StateError, match=r"Keeps\(.*itself, not a copy"):
+            train()
+
+
+def test_a_slot_may_have_what_no_update_writes():
+    """A frozen parameter is the same ever after."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(requires_grad=False)
+
+    @af.transform
+    class Frozen:
+        def init(self, state):
+            return {"0.weight": state.params["0.weight"]}
+
+    create(model=model, setup=Frozen())
+
+
+WRITTEN = """
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+import accelfn as af
+
+if TYPE_CHECKING:
+    from somewhere import Absent
+
+
+@af.transform
+class Scale:
+    by: Absent
+    offset: Absent | None = None
+    rows: ClassVar[Absent] = 3
+
+    def grads(self, grads: Absent, slot: Absent, update: Absent) -> Absent:
+        return grads.map(lambda gradient: gradient * self.by), slot
+
+
+class Descent(torch.optim.SGD):
+    def step(self, closure: Absent | None = None) -> Absent:
+        return super().step(closure)
+
+
+class Slower(StepLR):
+    def step(self, epoch: Absent | None = None) -> Absent:
+        return super().step(epoch)
+
+
+def net() -> Absent:
+    return nn.Linear(2, 1, bias=False)
+
+
+def optimizer(params: Absent) -> Absent:
+    return Descent(params, lr=0.5)
+
+
+def scheduler(optimizer: Absent) -> Absent:
+    return Slower(optimizer, step_size=1)
+
+
+def loss_fn(model: Absent, batch: Absent) -> Absent:
+    return model(batch).sum()
+
+
+def kept(name: Absent, parameter: Absent) -> Absent:
+    return True
+
+
+def train() -> Absent:
+    schedule = af.schedules.from_torch(scheduler)
+    parts = {"model": net, "optimizer": optimizer, "schedule": schedule}
+    state = af.TrainState.create(**parts, setup=Scale(2.0))
+    before = af.snapshot_model(state).weight.clone()
+    batch = torch.ones(1, 2)
+    state, _ = af.make_step(loss_fn)(state.with_trainable(kept), batch)
+    return before - af.snapshot_model(state).weight
+
+
+@af.transform
+class Wrong:
+    def grads(self, grads: Absent) -> Absent:
+        return grads, None
+"""
+
+
+@pytest.fixture
+def written():
+    """Return what the code above defines; before Python 3.14 its annotations are texts."""
+    late = "" if sys.version_info >= (3, 14) else "from __future__ import annotations\n"
+    named = {"__name__": "written"}
+    code, _, wrong = WRITTEN.rpartition("@af.transform")
+    exec(compile(late + code, "written", "exec", dont_inherit=True), named)  # noqa: S102
+    named["wrong"] = compile(
+        late + f"@af.transform{wrong}", "wrong", "exec", dont_inherit=True
+    )
+    return named
+
+
+def test_what_is_annotated_so_trains(written):
+    """A transform, an optimizer, a schedule and a loss are taken, and do what they say."""
+    assert written["train"]().tolist() == [[1.0, 1.0]]
+
+
+def test_its_options(written):
+    """Options are the annotations that are none of the class, and a name."""
+    scale = written["Scale"]
+    assert repr(scale(2, offset=1, name="other")) == (
+        "Scale(2, offset=1, name='other')"
+    )
+    with pytest.raises(af.errors.CallError, match="no argument rows="):
+        scale(2, rows=1)
+
+
+def test_what_is_wrong_is_told(written):
+    """A method that takes other arguments than it is called with is refused by its name."""
+    with pytest.raises(af.errors.ArgumentError, match="Wrong.grads: accelfn calls"):
+        exec(written["wrong"], written)  # noqa: S102
