@@ -20,7 +20,9 @@ SLACK = 50_000
 
 def network(widths: list[int], dtype: torch.dtype) -> nn.Module:
     layers = map(nn.Linear, widths, widths[1:])
-    return nn.Sequential(*layers, nn.BatchNorm1d(widths[-1])).to(dtype)
+    model = nn.Sequential(*layers, nn.BatchNorm1d(widths[-1])).to(dtype)
+    model[0].register_buffer("none", torch.empty(3, 0, dtype=dtype))
+    return model
 
 
 def write(model: nn.Module, folder: Path, *, padding: int | None) -> Path:
@@ -56,7 +58,7 @@ def trained(model: nn.Module, batches: torch.Tensor) -> af.TrainState:
 
 @given(
     widths=st.lists(st.sampled_from([1, 3, 8, 16, 33, 64]), min_size=2, max_size=4),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     padding=st.none() | st.integers(0, 63),
     seed=st.integers(0, 9),
     updates=st.integers(0, 3),

@@ -14,14 +14,22 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import accelfn as af
+from accelfn.errors import (
+    ArgumentError,
+    CheckpointCorruptError,
+    CheckpointError,
+    Error,
+    ModelError,
+)
 from tests.internals import placement
+from tests.real_models import DECODER
 from tests.states import linear_state
-
-META = torch.device("meta")
 
 
 class Net(nn.Module):
@@ -50,36 +58,46 @@ def values(model):
     return {n: t.detach().clone() for n, t in model.state_dict().items()}
 
 
+def whole(model):
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
 def same(one, two):
     return one.keys() == two.keys() and all(
         one[n].dtype == two[n].dtype and torch.equal(one[n], two[n]) for n in one
     )
 
 
+def on(device, make):
+    """Return a model that is made on a device."""
+    with torch.device(device):
+        return make()
+
+
 def saved(model, path, **changes):
     """Write a model's state dict, each tied tensor once, with some entries changed."""
-    held = {**values(model), **changes}
-    held = {
-        n: t.contiguous()
-        for n, t in held.items()
-        if n != "head.weight" and t is not None
-    }
+    held, seen = {}, set()
+    for name, tensor in model.state_dict().items():
+        if tensor.numel() == 0 or tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            held[name] = tensor.clone()
+    held = {n: t.contiguous() for n, t in {**held, **changes}.items() if t is not None}
     safetensors.torch.save_file(held, path)
     return path
 
 
-def sharded(model, folder):
+def parts(model, folder, kind="safetensors"):
     """Write a model's state dict as two files and their index."""
     held = {n: t for n, t in values(model).items() if n != "head.weight"}
-    names = sorted(held)
-    parts = {"model-00001-of-00002": names[::2], "model-00002-of-00002": names[1::2]}
+    stem, save = "model", safetensors.torch.save_file
+    if kind == "bin":
+        stem, save = "pytorch_model", torch.save
+    files = [f"{stem}-0000{i}-of-00002.{kind}" for i in (1, 2)]
+    places = {name: files[i % 2] for i, name in enumerate(sorted(held))}
     folder.mkdir()
-    for file, some in parts.items():
-        safetensors.torch.save_file(
-            {n: held[n] for n in some}, folder / f"{file}.safetensors"
-        )
-    places = {n: f"{f}.safetensors" for f, some in parts.items() for n in some}
-    index = folder / "model.safetensors.index.json"
+    for file in files:
+        save({n: held[n] for n in held if places[n] == file}, folder / file)
+    index = folder / f"{stem}.{kind}.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return index
 
@@ -102,17 +120,16 @@ def source(request, tmp_path):
             (tmp_path / "snapshot/model.safetensors").symlink_to("../0a1b")
             return model, tmp_path / "snapshot"
         case "index":
-            return model, sharded(model, tmp_path / "model")
-    sharded(model, tmp_path / "model")
+            return model, parts(model, tmp_path / "model")
+    parts(model, tmp_path / "model")
     return model, str(tmp_path / "model")
 
 
-@pytest.mark.parametrize("meta", [False, True])
-def test_every_kind_of_source_is_read(source, meta):
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_every_kind_of_source_is_read(source, device):
     """A file, a folder, an index, and links to them give every tensor and tie."""
     expected, where = source
-    with torch.device("meta" if meta else "cpu"):
-        model = Net()
+    model = on(device, Net)
     assert af.import_model(model, where) is model
     assert same(values(expected), values(model))
     assert model.head.weight is model.embed.weight
@@ -168,15 +185,17 @@ def test_a_graph_of_what_was_there_is_told(tmp_path):
         loss.backward()
 
 
-@pytest.mark.parametrize("meta", [False, True])
-def test_what_was_read_does_not_depend_on_the_file(meta, tmp_path):
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_was_read_does_not_depend_on_the_file(device, tmp_path):
     """The file may be overwritten and removed: the model's tensors are its own."""
-    for number, read in enumerate((af.import_model, af.import_torch_weights)):
-        path = tmp_path / ("a.pt" if number else "a.safetensors")
-        torch.save(values(Net()), path) if number else saved(Net(), path)
-        with torch.device("meta" if meta else "cpu"):
-            model = Net()
-        read(model, path)
+    torch.save(values(Net()), tmp_path / "a.pt")
+    saved(Net(), tmp_path / "a.safetensors")
+    for read, name in (
+        (af.import_model, "a.safetensors"),
+        (af.import_torch_weights, "a.pt"),
+    ):
+        path = tmp_path / name
+        model = read(on(device, Net), path)
         before = values(model)
         path.write_bytes(b"\xff" * path.stat().st_size)
         path.unlink()
@@ -191,9 +210,7 @@ def test_either_name_of_a_tie_will_do(tmp_path):
         both = {name: weight.clone() for name in names}
         safetensors.torch.save_file({**held, **both}, tmp_path / "a.safetensors")
         for device in ("cpu", "meta"):
-            with torch.device(device):
-                model = Net()
-            af.import_model(model, tmp_path / "a.safetensors")
+            model = af.import_model(on(device, Net), tmp_path / "a.safetensors")
             assert torch.equal(weight, model.embed.weight)
             assert model.head.weight is model.embed.weight
 
@@ -206,7 +223,7 @@ def test_names_of_a_tie_that_differ_are_refused(tmp_path):
     model = Net()
     before = values(model)
     expected = "embed.weight and head.weight are one tied tensor in the model"
-    with pytest.raises(af.errors.CheckpointError, match=expected):
+    with pytest.raises(CheckpointError, match=expected):
         af.import_model(model, tmp_path / "a.safetensors")
     assert same(before, values(model))
     with pytest.warns(UserWarning, match=expected):
@@ -261,50 +278,36 @@ def test_two_names_in_one_module_are_one_tensor(way, persistent, dtype, tmp_path
     assert model.first.dtype is (dtype or torch.float32)
 
 
-@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
-def test_a_dtype_is_for_floating_point(meta, dtype, tmp_path):
+def test_a_dtype_is_for_floating_point(device, dtype, tmp_path):
     """Weights get the dtype asked for, by default the model's; integers stay."""
     half = saved(Net().half(), tmp_path / "a.safetensors")
-    expected = safetensors.torch.load_file(half)
-    with torch.device("meta" if meta else "cpu"):
-        model = Net()
-    af.import_model(model, half, dtype=dtype)
-    for name, tensor in expected.items():
-        integer = not tensor.is_floating_point()
+    model = af.import_model(on(device, Net), half, dtype=dtype)
+    for name, tensor in safetensors.torch.load_file(half).items():
+        integer, found = not tensor.is_floating_point(), model.state_dict()[name]
         as_asked = tensor if integer else tensor.to(dtype or torch.float32)
-        found = model.state_dict()[name]
         assert found.dtype is as_asked.dtype
         assert torch.equal(as_asked, found)
 
 
-@pytest.mark.parametrize(
-    ("name", "device"),
-    [
-        ("head.weight", "cuda:0"),
-        ("norm.weight", "cuda:1"),
-        ("norm.bias", "cuda:2"),
-        ("normal.weight", "cuda:0"),
-    ],
-)
-def test_the_longest_prefix_says_the_device(name, device):
+def test_the_longest_prefix_says_the_device():
     """A whole part of a name counts, and the longest of those that do."""
     devices = {"": "cuda:0", "norm": "cuda:1", "norm.bias": torch.device("cuda:2")}
     model = nn.ModuleDict({"normal": nn.Linear(1, 1), "norm": nn.BatchNorm1d(1)})
     found = placement("af.import_model", model, devices, None)
-    assert found.device(name, torch.empty(1)) == torch.device(device)
+    names = "head.weight", "norm.weight", "norm.bias", "normal.weight"
+    places = [str(found.device(name, torch.empty(1))) for name in names]
+    assert places == ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]
 
 
-@pytest.mark.parametrize(
-    ("own", "device"), [("cpu", "cpu"), ("cuda:1", "cuda:1"), ("meta", "cpu")]
-)
-def test_what_no_prefix_names_stays(own, device):
+def test_what_no_prefix_names_stays():
     """It is filled where it is, or comes from meta to the CPU."""
-    model = nn.Linear(1, 1)
-    found = placement("af.import_model", model, {"bias": "cuda:0"}, None)
-    with FakeTensorMode():  # on whatever device, though it is not here
-        old = torch.empty(1, device=own)
-        assert found.device("weight", old) == torch.device(device)
+    found = placement("af.import_model", nn.Linear(1, 1), {"bias": "cuda:0"}, None)
+    for own, device in (("cpu", "cpu"), ("cuda:1", "cuda:1"), ("meta", "cpu")):
+        with FakeTensorMode():  # on whatever device, though it is not here
+            old = torch.empty(1, device=own)
+            assert found.device("weight", old) == torch.device(device)
 
 
 @pytest.mark.gpu
@@ -314,68 +317,57 @@ def test_modules_go_to_several_devices(tmp_path):
     path = saved(model, tmp_path / "a.safetensors")
     place = {"": "cuda:0", "1.1": "cpu", "1.1.weight": 0}
     af.import_model(model, path, device_map=place)
-    found = {
-        name: tensor.device.type
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-    }
-    on_cpu = {"1.1.bias", "1.1.angles"}
-    assert on_cpu == {name for name, device in found.items() if device == "cpu"}
+    on_cpu = {name for name, each in whole(model).items() if each.device.type == "cpu"}
+    assert on_cpu == {"1.1.bias", "1.1.angles"}
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"device_map": "auto"}, "expected a dict from module names to devices"),
-        ({"device_map": {"": "disk"}}, "device_map={'': 'disk'}"),
-        ({"device_map": {"": "meta"}}, "meta tensors have no values"),
-        ({"device_map": {"hed": "cpu"}}, "no module of this name.*embed, norm, head"),
-        ({"device_map": {"nor": "cpu"}}, "no module of this name.*embed, norm, head"),
-        ({"dtype": torch.int64}, "expected a floating-point dtype"),
-        ({"dtype": "bfloat16"}, "expected a floating-point dtype"),
-    ],
-)
-def test_options_without_meaning_are_refused(options, expected, tmp_path):
+OPTIONS = [
+    ({"device_map": "auto"}, "expected a dict from module names to devices"),
+    ({"device_map": {"": "disk"}}, "device_map={'': 'disk'}"),
+    ({"device_map": {"": "meta"}}, "meta tensors have no values"),
+    ({"device_map": {"nor": "cpu"}}, "no module of this name.*embed, norm, head"),
+    ({"dtype": torch.int64}, "expected a floating-point dtype"),
+    ({"dtype": "bfloat16"}, "expected a floating-point dtype"),
+]
+
+
+@pytest.mark.parametrize(("options", "expected"), OPTIONS)
+@pytest.mark.parametrize("read", [af.import_model, af.import_torch_weights])
+def test_options_without_meaning_are_refused(options, expected, read, tmp_path):
     """The error names the function, the option and what it was given."""
-    for read in (af.import_model, af.import_torch_weights):
-        with pytest.raises(af.errors.ArgumentError, match=expected) as error:
-            read(Net(), tmp_path / "not there", **options)
-        assert f"af.{read.__name__}(" in str(error.value)
+    with pytest.raises(ArgumentError, match=expected) as error:
+        read(Net(), tmp_path / "not there", **options)
+    assert f"af.{read.__name__}(" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"norm.bias": None}, "missing norm.bias"),
-        ({"extra": torch.ones(1)}, "unexpected extra"),
-        (
-            {"head.bias": None, "haed.bias": torch.ones(5)},
-            r"missing head.bias \(similar: haed.bias\)",
-        ),
-        ({"norm.bias": torch.ones(4)}, r"saved as \(4,\).*expected \(3,\)"),
-        ({"norm.num_batches_tracked": torch.tensor(1.0)}, "float32, expected .*int64"),
-        (
-            {"norm.num_batches_tracked": torch.tensor(1, dtype=torch.int32)},
-            "int32, expected .*int64",
-        ),
-        ({"norm.bias": torch.ones(3, dtype=torch.int64)}, "int64, expected .*float32"),
-    ],
-)
-@pytest.mark.parametrize("meta", [False, True])
-def test_what_does_not_fit_is_refused_whole(changes, expected, meta, tmp_path):
+COUNT = "norm.num_batches_tracked"
+CHANGES = [
+    ({"norm.bias": None}, "missing norm.bias"),
+    ({"extra": torch.ones(1)}, "unexpected extra"),
+    (
+        {"head.bias": None, "haed.bias": torch.ones(5)},
+        r"head.bias \(similar: haed.bias",
+    ),
+    ({"norm.bias": torch.ones(4)}, r"saved as \(4,\).*expected \(3,\)"),
+    ({COUNT: torch.tensor(1.0)}, "float32, expected .*int64"),
+    ({COUNT: torch.tensor(1, dtype=torch.int32)}, "int32, expected .*int64"),
+    ({"norm.bias": torch.ones(3, dtype=torch.int64)}, "int64, expected .*float32"),
+]
+
+
+@pytest.mark.parametrize(("changes", "expected"), CHANGES)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_does_not_fit_is_refused_whole(changes, expected, device, tmp_path):
     """Names, shapes and kinds are compared before the first tensor is touched."""
-    path = saved(Net(), tmp_path / "a.safetensors", **changes)
-    with torch.device("meta" if meta else "cpu"):
-        model = Net()
-    before = {
-        n: (t, t if meta else t.detach().clone()) for n, t in model.named_parameters()
-    }
-    with pytest.raises(af.errors.CheckpointError, match=expected) as error:
+    path, model = saved(Net(), tmp_path / "a.safetensors", **changes), on(device, Net)
+    before = {n: (t, t.detach().clone()) for n, t in model.named_parameters()}
+    with pytest.raises(CheckpointError, match=expected) as error:
         af.import_model(model, path)
     assert "differ from the model's" in str(error.value)
     for name, (tensor, copy) in before.items():
         now = model.get_parameter(name)
         assert now is tensor
-        assert meta or torch.equal(now, copy)
+        assert device == "meta" or torch.equal(now, copy)
 
 
 def test_a_loose_import_says_what_is_left(tmp_path):
@@ -394,17 +386,16 @@ def test_a_loose_import_says_what_is_left(tmp_path):
     held = safetensors.torch.load_file(path)
     assert torch.equal(held["embed.weight"], model.embed.weight)
     path = saved(Net(), tmp_path / "b.safetensors", **{"norm.bias": torch.ones(4)})
-    with pytest.raises(af.errors.CheckpointError, match="norm.bias saved as"):
+    with pytest.raises(CheckpointError, match="norm.bias saved as"):
         af.import_model(model, path, strict=False)
 
 
 def test_a_buffer_that_no_file_has_is_refused_on_meta(tmp_path):
     """It is named with the remedy, before anything is read; the remedy helps."""
     path = saved(Rotary(), tmp_path / "a.safetensors")
-    with META:
-        model = nn.Sequential(Rotary())[0]
+    model = on("meta", Rotary)
     with pytest.raises(
-        af.errors.ModelError,
+        ModelError,
         match=r"angles: on the meta device.*af\.import_model\(lambda: Net",
     ):
         af.import_model(model, path)
@@ -418,15 +409,14 @@ def test_a_buffer_that_no_file_has_is_refused_on_meta(tmp_path):
 def test_a_lazy_model_is_refused(tmp_path):
     """Its parameters have no shape to compare."""
     path = saved(nn.Linear(2, 2), tmp_path / "a.safetensors")
-    with pytest.raises(af.errors.ModelError, match="weight is a lazy"):
+    with pytest.raises(ModelError, match="weight is a lazy"):
         af.import_model(nn.LazyLinear(2), path)
 
 
 def test_frozen_parameters_and_their_marks_stay(tmp_path):
     """What was said of a parameter on meta holds for the one that takes its place."""
     path = saved(nn.Linear(2, 2), tmp_path / "a.safetensors")
-    with META:
-        model = nn.Linear(2, 2)
+    model = on("meta", partial(nn.Linear, 2, 2))
     model.weight.requires_grad_(requires_grad=False)
     model.weight.group = "no decay"
     af.import_model(model, path)
@@ -438,8 +428,7 @@ def test_frozen_parameters_and_their_marks_stay(tmp_path):
 def test_modes_of_the_caller_do_not_matter(tmp_path):
     """What is imported in inference mode can be trained."""
     path = saved(nn.Linear(2, 2), tmp_path / "a.safetensors")
-    with META:
-        model = nn.Linear(2, 2)
+    model = on("meta", partial(nn.Linear, 2, 2))
     with torch.inference_mode():
         af.import_model(model, path)
     model(torch.ones(1, 2)).sum().backward()
@@ -457,15 +446,14 @@ def test_empty_and_scalar_tensors_are_read(tmp_path):
             self.scalar = nn.Parameter(torch.tensor(2.5))
 
     path = saved(Odd(), tmp_path / "a.safetensors")
-    with META:
-        model = Odd()
+    model = on("meta", Odd)
     assert af.import_model(model, path).scalar.item() == 2.5
     assert (model.empty.shape, model.also_empty.shape) == ((0, 3), (2, 0))
     safetensors.torch.save_file({}, tmp_path / "none.safetensors")
     af.import_model(nn.Identity(), tmp_path / "none.safetensors")
 
 
-def refused(source, kind=af.errors.CheckpointError):
+def refused(source, kind=CheckpointError):
     """Return why a source is refused, of which the model sees nothing."""
     model = nn.Linear(2, 2)
     before = values(model)
@@ -489,36 +477,26 @@ def test_where_there_is_nothing_says_what_to_do(tmp_path):
     assert "af.load(" in refused(tmp_path / "checkpoint")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../a.safetensors",
-        "/a.safetensors",
-        "b/a.safetensors",
-        "a\0.safetensors",
-        "C:\\a.safetensors",
-        "a.bin",
-        "..",
-        "",
-        3,
-        None,
-    ],
+ELSEWHERE = (
+    *("../a.safetensors", "/a.safetensors", "b/a.safetensors", "a\0.safetensors"),
+    *("C:\\a.safetensors", "a.bin", "..", "", 3, None),
 )
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
 def test_an_index_names_files_beside_it(name, tmp_path):
     """A name that leads elsewhere, or to another format, is refused as it stands."""
     saved(nn.Linear(2, 2), tmp_path / "a.safetensors")
-    folder = tmp_path / "model"
-    folder.mkdir()
-    index = folder / "model.safetensors.index.json"
+    index = parts(nn.Linear(2, 2), tmp_path / "model")
     index.write_text(json.dumps({"weight_map": {"weight": name, "bias": name}}))
-    text = refused(folder, af.errors.CheckpointCorruptError)
+    text = refused(index.parent, CheckpointCorruptError)
     assert "'weight' is in" in text
     assert repr(name) in text
 
 
 def test_an_index_is_true(tmp_path):
     """Files that are not there, tensors that are elsewhere, and no index at all are named."""
-    index = sharded(nn.Linear(2, 2), tmp_path / "model")
+    index = parts(nn.Linear(2, 2), tmp_path / "model")
     said = json.loads(index.read_text())
     first, second = (
         "model-00001-of-00002.safetensors",
@@ -526,18 +504,18 @@ def test_an_index_is_true(tmp_path):
     )
     swapped = {**said, "weight_map": {"weight": first, "bias": first}}
     index.write_text(json.dumps(swapped))
-    assert "no such tensor" in refused(index, af.errors.CheckpointCorruptError)
+    assert "no such tensor" in refused(index, CheckpointCorruptError)
     index.write_text(json.dumps(said))
     (tmp_path / "model" / second).unlink()
     assert f"{second} does not exist" in refused(index)
     for text in ("", "[]", "{}", '{"weight_map": []}', "\xff", "[" * 100_000):
         index.write_text(text, encoding="latin-1")
-        assert str(index) in refused(index, af.errors.CheckpointCorruptError)
+        assert str(index) in refused(index, CheckpointCorruptError)
 
 
 def test_tensors_beside_those_of_the_index_are_unexpected(tmp_path):
     """What lies in a file and not in the index is not passed over in silence."""
-    index = sharded(nn.Linear(2, 2), tmp_path / "model")
+    index = parts(nn.Linear(2, 2), tmp_path / "model")
     said = json.loads(index.read_text())
     file = index.parent / said["weight_map"]["bias"]
     held = {**safetensors.torch.load_file(file), "extra": torch.ones(1)}
@@ -562,56 +540,42 @@ def test_the_headers_below_are_right_but_for_one_thing(tmp_path):
     assert model.weight.tolist() == [[0, 0], [0, 0]]
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
+def both(weight=(0, 16), bias=(16, 24), size=24, **change):
+    """Return a file whose tensors lie at some bytes, of whose bias something else is wrong."""
+    held = {
+        "weight": {**W, "data_offsets": [*weight]},
+        "bias": {**B, "data_offsets": [*bias], **change},
+    }
+    return header(held, b"\0" * size)
+
+
+NO_FILES = [
+    *(
         b"",
         b"1234567",
         struct.pack("<Q", 2**63) + b"{}",
         struct.pack("<Q", 2**40) + b"{}",
-        header(b"[]"),
-        header(b"{"),
-        header(b"\xff\xfe"),
-        header(b"[" * 100_000),
-        header(b'{"weight": %s, "weight": %s}' % ((json.dumps(W).encode(),) * 2)),
-        header({"weight": W, "bias": B}, b"\0" * 23),
-        header({"weight": W, "bias": B}, b"\0" * 25),
-        header({"weight": W, "bias": {**B, "data_offsets": [8, 16]}}),
-        header({"weight": W, "bias": {**B, "data_offsets": [17, 25]}}, b"\0" * 25),
-        header(
-            {
-                n: {**e, "data_offsets": [at + 8 for at in e["data_offsets"]]}
-                for n, e in (("weight", W), ("bias", B))
-            },
-            b"\0" * 32,
-        ),
-        header({"weight": W, "bias": {**B, "data_offsets": [16, 20]}}, b"\0" * 20),
-        header({"weight": W, "bias": {**B, "data_offsets": [16.0, 24.0]}}),
-        header({"weight": W, "bias": {**B, "data_offsets": [16]}}),
-        header({"weight": W, "bias": {**B, "shape": [3]}}),
-        header({"weight": W, "bias": {**B, "shape": [-2]}}),
-        header({"weight": W, "bias": {**B, "shape": "2"}}),
-        header({"weight": W, "bias": {**B, "dtype": ["F32"]}}),
-        header({"weight": W, "bias": {"dtype": "F32"}}),
-        header({"weight": W, "bias": 3}),
-        header({"weight": {**W, "data_offsets": [-16, 0]}, "bias": B}),
-        header(
-            {
-                "weight": {**W, "data_offsets": [8, 24]},
-                "bias": {**B, "data_offsets": [24, 32]},
-            },
-            b"\0" * 32,
-        ),
-        header({"bias": {**B, "data_offsets": [8, 16]}}, b"\0" * 16),
-        pickle.dumps({"weight": 1}),
-    ],
-    ids=range(27),
-)
+    ),
+    *map(header, (b"[]", b"{", b"\xff\xfe", b"[" * 100_000)),
+    header(b'{"weight": %s, "weight": %s}' % ((json.dumps(W).encode(),) * 2)),
+    *(both(size=23), both(size=25), both(bias=(8, 16)), both(bias=(17, 25), size=25)),
+    *(both(bias=(16, 20), size=20), both(bias=(16.0, 24.0)), both(bias=(16,))),
+    *(both((8, 24), (24, 32), size=32), both((-16, 0))),
+    *(both(shape=shape) for shape in ([3], [-2], "2")),
+    both(dtype=["F32"]),
+    header({"weight": W, "bias": {"dtype": "F32"}}),
+    header({"weight": W, "bias": 3}),
+    header({"bias": {**B, "data_offsets": [8, 16]}}, b"\0" * 16),
+    pickle.dumps({"weight": 1}),
+]
+
+
+@pytest.mark.parametrize("data", NO_FILES, ids=range(len(NO_FILES)))
 def test_what_is_no_safetensors_file_is_refused(data, tmp_path):
     """Cut off, too long, overlapping, with holes, of wrong types: the file is named."""
     path = tmp_path / "a.safetensors"
     path.write_bytes(data)
-    assert str(path) in refused(path, af.errors.CheckpointCorruptError)
+    assert str(path) in refused(path, CheckpointCorruptError)
 
 
 def test_every_truncation_is_refused(tmp_path):
@@ -620,7 +584,7 @@ def test_every_truncation_is_refused(tmp_path):
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        refused(path, af.errors.CheckpointCorruptError)
+        refused(path, CheckpointCorruptError)
 
 
 def test_a_dtype_that_torch_lacks_is_named(tmp_path):
@@ -634,7 +598,7 @@ def test_a_dtype_that_torch_lacks_is_named(tmp_path):
 def test_a_directory_is_no_file(tmp_path):
     """A folder with a file's name is looked into as a folder."""
     (tmp_path / "model.safetensors").mkdir()
-    assert "cannot be read" in refused(tmp_path, af.errors.CheckpointCorruptError)
+    assert "cannot be read" in refused(tmp_path, CheckpointCorruptError)
 
 
 @pytest.fixture
@@ -673,21 +637,25 @@ def test_what_accelerate_saves_by_torch_is_read(accelerator, tmp_path):
     assert same(values(model), values(found))
 
 
-@pytest.mark.parametrize("meta", [False, True])
-@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("how", ["zip", "old", "parts", "index of parts", "folder"])
 @pytest.mark.parametrize("dtype", [None, torch.float64])
-def test_what_torch_saves_is_read(meta, zipped, dtype, tmp_path):
-    """A state dict, in either format of torch's, gives what its safetensors would."""
-    model = Net()
+def test_what_torch_saves_is_read(device, how, dtype, tmp_path):
+    """A state dict, in either format of torch's or in parts, gives what its safetensors would."""
+    model, source = Net(), tmp_path / "a.pt"
     model(torch.tensor([1, 2, 3]))
-    torch.save(
-        model.state_dict(), tmp_path / "a.pt", _use_new_zipfile_serialization=zipped
-    )
-    saved(model, tmp_path / "a.safetensors")
-    with torch.device("meta" if meta else "cpu"):
-        one, two = Net(), Net()
-    af.import_torch_weights(one, tmp_path / "a.pt", dtype=dtype)
-    af.import_model(two, tmp_path / "a.safetensors", dtype=dtype)
+    held = model.state_dict()
+    if "parts" in how:
+        source = parts(model, tmp_path / "parts", "bin")
+        source = source.parent if how == "parts" else source
+    elif how == "folder":
+        torch.save(held, tmp_path / "pytorch_model.bin")
+        source = tmp_path
+    else:
+        torch.save(held, source, _use_new_zipfile_serialization=how == "zip")
+    file = saved(model, tmp_path / "a.safetensors")
+    one = af.import_torch_weights(on(device, Net), source, dtype=dtype)
+    two = af.import_model(on(device, Net), file, dtype=dtype)
     assert same(values(two), values(one))
     assert one.head.weight is one.embed.weight
     one(torch.tensor([1, 2])).sum().backward()
@@ -697,7 +665,7 @@ def test_torch_weights_are_compared_alike(tmp_path):
     """Names and shapes that differ are refused, or said, as by `import_model`."""
     held = {**values(nn.Linear(2, 2)), "extra": torch.ones(1)}
     torch.save(held, tmp_path / "a.pt")
-    with pytest.raises(af.errors.CheckpointError, match="unexpected extra"):
+    with pytest.raises(CheckpointError, match="unexpected extra"):
         af.import_torch_weights(nn.Linear(2, 2), tmp_path / "a.pt")
     with pytest.warns(UserWarning, match="unexpected extra"):
         af.import_torch_weights(nn.Linear(2, 2), tmp_path / "a.pt", strict=False)
@@ -713,18 +681,21 @@ class Payload:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("write", ["pickle", "torch"])
+@pytest.mark.parametrize("write", ["pickle", "torch", "parts"])
 def test_code_in_a_file_is_not_run(write, tmp_path):
     """A pickle that would make a file is refused, and has made none."""
-    path, made = tmp_path / "a.pt", tmp_path / "made"
-    held = OrderedDict(weight=torch.ones(2, 2), bias=Payload(made))
-    if write == "torch":
-        torch.save(held, path)
-    else:
+    path, mark = tmp_path / "a.pt", tmp_path / "made"
+    held = OrderedDict(weight=torch.ones(2, 2), bias=Payload(mark))
+    if write == "pickle":
         path.write_bytes(pickle.dumps(held, protocol=2))
-    with pytest.raises(af.errors.CheckpointError, match=re.escape(str(path))):
-        af.import_torch_weights(nn.Linear(2, 2), path)
-    assert not made.exists()
+    else:
+        torch.save(held, path)
+    if write == "parts":
+        index = parts(nn.Linear(2, 2), tmp_path / "parts", "bin")
+        path = path.rename(index.with_name("pytorch_model-00002-of-00002.bin"))
+    with pytest.raises(CheckpointError, match=re.escape(str(path))):
+        af.import_torch_weights(nn.Linear(2, 2), index if write == "parts" else path)
+    assert not mark.exists()
 
 
 @pytest.mark.parametrize(
@@ -739,20 +710,20 @@ def test_code_in_a_file_is_not_run(write, tmp_path):
 def test_what_is_no_state_dict_is_refused(held, expected, tmp_path):
     """A file of something else says of what, and what to save."""
     torch.save(held, tmp_path / "a.pt")
-    with pytest.raises(af.errors.CheckpointError, match=expected):
+    with pytest.raises(CheckpointError, match=expected):
         af.import_torch_weights(nn.Linear(2, 2), tmp_path / "a.pt")
 
 
 def test_a_file_of_torch_that_is_cut_off_is_refused(tmp_path):
     """At any length it is refused, and so is none, by name."""
     path = tmp_path / "a.pt"
-    with pytest.raises(af.errors.CheckpointError, match="does not exist"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         af.import_torch_weights(nn.Linear(2, 2), path)
     torch.save(nn.Linear(2, 2).state_dict(), path)
     whole = path.read_bytes()
     for length in range(0, len(whole), 37):
         path.write_bytes(whole[:length])
-        with pytest.raises(af.errors.CheckpointError, match=re.escape(str(path))):
+        with pytest.raises(CheckpointError, match=re.escape(str(path))):
             af.import_torch_weights(nn.Linear(2, 2), path)
 
 
@@ -768,22 +739,23 @@ def test_a_compressed_zip_is_refused_by_its_directory(parts, tmp_path):
             is_packed = parts == "all" or name.endswith("data.pkl")
             kind = zipfile.ZIP_DEFLATED if is_packed else zipfile.ZIP_STORED
             packed.writestr(name, plain.read(name), kind)
-    with pytest.raises(af.errors.CheckpointCorruptError, match=r"b\.pt.*is compressed"):
+    with pytest.raises(CheckpointCorruptError, match=r"b\.pt.*is compressed"):
         af.import_torch_weights(nn.Linear(1000, 1), tmp_path / "b.pt")
 
 
-def test_a_tensor_is_read_where_the_index_says(tmp_path):
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_tensor_is_read_where_the_index_says(kind, tmp_path):
     """Of one that lies in two files, that of the file which the index names."""
-    index = sharded(nn.Linear(2, 2), tmp_path / "model")
-    places = json.loads(index.read_text())["weight_map"]
-    for name, other in (("bias", places["weight"]), ("weight", places["bias"])):
-        held = safetensors.torch.load_file(index.parent / other)
-        true = safetensors.torch.load_file(index.parent / places[name])[name]
-        held[name] = torch.full_like(true, 9.0)
-        safetensors.torch.save_file(held, index.parent / other)
-        model = nn.Linear(2, 2)
-        af.import_model(model, index)
-        assert torch.equal(getattr(model, name), true)
+    model, read = nn.Linear(2, 2), af.import_model
+    load, save = safetensors.torch.load_file, safetensors.torch.save_file
+    if kind == "bin":
+        load, save, read = torch.load, torch.save, af.import_torch_weights
+    index = parts(model, tmp_path / "model", kind)
+    for file in index.parent.glob(f"*.{kind}"):
+        own = load(file)
+        stale = {n: t + 1 for n, t in values(model).items() if n not in own}
+        save({**own, **stale}, file)
+    assert same(values(model), values(read(nn.Linear(2, 2), index)))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -801,34 +773,206 @@ def test_tensors_without_elements_are_not_tied(device, tmp_path):
     assert into["a"] is not into["b"]
     held = {"a": torch.empty(0, 2), "c": torch.ones(2)}
     safetensors.torch.save_file(held, tmp_path / "lacking.safetensors")
-    with pytest.raises(af.errors.Error, match="missing b"):
+    with pytest.raises(Error, match="missing b"):
         af.import_model(model().to(device), tmp_path / "lacking.safetensors")
 
 
-class Mixed(nn.Module):
-    """A model of a parameter without elements between others, and a count."""
+class Turned(nn.Module):
+    """A model with angles that no file has, a table that one has, and maybe a tie."""
 
-    def __init__(self, dtype):
+    def __init__(self, width, base=10_000.0, *, tied=False, once=False):
         super().__init__()
-        self.first = nn.Parameter(torch.arange(7, dtype=dtype))
-        self.none = nn.Parameter(torch.empty(3, 0, dtype=dtype))
-        self.last = nn.Parameter(torch.arange(5, dtype=dtype) - 3)
-        self.register_buffer("count", torch.tensor(4))
+        weight = nn.Parameter(torch.randn(width, width))
+        self.register_parameter("first", weight)
+        if once:  # one Python object in two places
+            self.register_parameter("second", weight)
+        else:
+            other = self.first if tied else nn.Parameter(torch.randn(width, width))
+            self.second = other
+        angles = base ** -(torch.arange(width) / width)
+        self.register_buffer("angles", angles, persistent=False)
+        self.register_buffer("table", torch.randn(width))
+
+    def forward(self, x):
+        return x @ self.first * self.angles.cos() @ self.second + self.table
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("beside", range(0, 64, 8))
-def test_what_is_mapped_begins_where_kernels_expect_it(tmp_path, dtype, beside):
-    """Wherever it lies in its file; what is written into it is not written to the file."""
-    path, expected = tmp_path / "a.safetensors", Mixed(dtype)
-    tensors = expected.state_dict()
-    safetensors.torch.save_file(tensors, path, metadata={"beside": "x" * beside})
-    raw = path.read_bytes()
-    model = af.import_model(lambda: Mixed(dtype), path, mapped=True)
-    assert same(values(expected), values(model))
-    for param in model.parameters():
-        assert param.data_ptr() % 64 == 0
-        with torch.no_grad():
-            param.add_(1)
-    assert torch.equal(model.first, expected.first + 1)
-    assert path.read_bytes() == raw
+@given(
+    width=st.integers(1, 5),
+    base=st.floats(1.5, 1e6),
+    tied=st.booleans(),
+    once=st.booleans(),
+    by_torch=st.booleans(),
+)
+def test_a_factory_s_model_is_the_real_one(
+    tmp_path_factory, width, base, tied, once, by_torch
+):
+    """Section D: import_model(factory) has what the real model has, buffers too, bitwise."""
+
+    def make():
+        return Turned(width, base, tied=tied, once=once)
+
+    model, folder = make(), tmp_path_factory.mktemp("a")
+    if by_torch:
+        torch.save(model.state_dict(), folder / "a.bin")
+        found = af.import_torch_weights(make, folder / "a.bin")
+    else:
+        found = af.import_model(make, saved(model, folder / "a.safetensors"))
+    assert same(whole(model), whole(found))
+    assert (found.first is found.second) == (tied or once)
+    x = torch.randn(2, width)
+    assert torch.equal(model(x), found(x))
+    assert not any(each.is_meta for each in whole(found).values())
+
+
+def test_a_factory_s_parameters_have_no_memory(tmp_path):
+    """Only parameters are without, and only while the factory runs, also if it fails."""
+    seen, path = {}, saved(Turned(3), tmp_path / "a.safetensors")
+
+    def make(*, fails=False):
+        model = Turned(3)
+        seen.update({name: each.device.type for name, each in whole(model).items()})
+        return 1 / 0 if fails else model
+
+    af.import_model(make, path)
+    meta = {name for name, device in seen.items() if device == "meta"}
+    assert meta == {"first", "second"}
+    assert not nn.Linear(1, 1).weight.is_meta
+    with pytest.raises(ZeroDivisionError):
+        af.import_model(partial(make, fails=True), path)
+    assert not nn.Linear(1, 1).weight.is_meta
+
+
+@pytest.mark.parametrize("read", [af.import_model, af.import_torch_weights])
+def test_what_makes_no_model_is_refused(read, tmp_path):
+    """Section C: junk in the place of a model is named, and so is a factory of another."""
+    for value in (None, 3, "net", {}):
+        with pytest.raises(ModelError, match="expected a torch.nn.Module, or a func"):
+            read(value, tmp_path)
+    with pytest.raises(
+        ModelError, match=r"without arguments.*functools.partial\(Linear"
+    ):
+        read(nn.Linear, tmp_path)
+    with pytest.raises(ModelError, match="it returned int"):
+        read(lambda: 3, tmp_path)
+
+
+KINDS = {"Llama": {}, "Phi": {}, "Gemma": {"head_dim": 4}}
+
+
+def tiny(name):
+    """Return what makes a small model of Transformers."""
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**DECODER, **KINDS[name])
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    return lambda: kind(config)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("way", ["factory", "meta", "part of another"])
+def test_a_rotary_model_on_meta_is_the_real_one(name, way, tmp_path):
+    """Section D: the logits of what import_model made without memory are the real model's."""
+    make = tiny(name)
+    torch.manual_seed(1)
+    model = make().eval()
+    if way == "factory":
+        model.save_pretrained(tmp_path)
+        found = af.import_model(make, tmp_path)
+    elif way == "meta":
+        model.save_pretrained(tmp_path)
+        with torch.device("meta"):
+            empty = make()
+        found = af.import_model(empty, tmp_path)
+    else:
+        saved(nn.ModuleDict({"net": model}), tmp_path / "model.safetensors")
+        with torch.device("meta"):
+            empty = nn.ModuleDict({"net": make()})
+        found = af.import_model(empty, tmp_path)["net"]
+    ids = torch.arange(10).reshape(2, 5)
+    assert torch.equal(model(ids).logits, found.eval()(ids).logits)
+    assert same(whole(model), whole(found))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda places: {**places, "bias": "../a.bin"}, "not the name of a .bin"),
+        (lambda places: {**places, "bias": "a.safetensors"}, "not the name of a .bin"),
+        (lambda places: {**places, "bias": "a.bin"}, "a.bin does not exist"),
+        (lambda places: {**places, "bias": places["weight"]}, "has no such tensor"),
+        (lambda places: {**places, "more": places["bias"]}, "has no such tensor"),
+        (lambda _: [], "is not an index"),
+    ],
+)
+def test_an_index_of_parts_is_true(change, expected, tmp_path):
+    """What an index of .bin files names is beside it, and has the tensors that it says."""
+    index = parts(nn.Linear(2, 2), tmp_path / "model", "bin")
+    places = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": change(places)}))
+    with pytest.raises(CheckpointError, match=expected):
+        af.import_torch_weights(nn.Linear(2, 2), index.parent)
+
+
+def test_what_another_function_reads_is_sent_there(tmp_path):
+    """Section D: each of load, import_model and import_torch_weights names the others."""
+
+    def create():
+        return linear_state(2, 2, optimizer=lambda named: torch.optim.SGD(named, lr=1))
+
+    def load(path):
+        return af.load(create(), path)
+
+    def safe(path):
+        return af.import_model(nn.Linear(2, 2), path)
+
+    def by_torch(path):
+        return af.import_torch_weights(nn.Linear(2, 2), path)
+
+    af.save(create(), tmp_path / "saved")
+    af.export_model(create(), tmp_path / "exported")
+    single = tmp_path / "exported/model.safetensors"
+    parted = parts(nn.Linear(2, 2), tmp_path / "parts", "bin")
+    for name in ("a.bin", "a.pt"):
+        torch.save(nn.Linear(2, 2).state_dict(), tmp_path / name)
+    reader = {
+        tmp_path / "saved": load,
+        tmp_path / "exported": safe,
+        single: safe,
+        parted.parent: by_torch,
+        parted: by_torch,
+        tmp_path / "a.bin": by_torch,
+        tmp_path / "a.pt": by_torch,
+    }
+    named = {
+        load: r"af\.load\(state, ",
+        safe: r"af\.import_model\(model, ",
+        by_torch: r"af\.import_torch_weights\(model, ",
+    }
+    for path, right in reader.items():
+        right(path)
+        for wrong in named.keys() - {right}:
+            with pytest.raises(CheckpointError, match=named[right]):
+                wrong(path)
+
+
+def test_what_is_frozen_stays_frozen(tmp_path):
+    """A parameter that the factory makes without a gradient has none in the model."""
+
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fixed = nn.Parameter(torch.ones(2), requires_grad=False)
+            self.free = nn.Parameter(torch.ones(2))
+            self.held = nn.Linear(2, 2)
+            self.held.requires_grad_(requires_grad=False)
+
+    path = saved(Half(), tmp_path / "model.safetensors")
+    model = af.import_model(Half, path)
+    trained = {name: each.requires_grad for name, each in model.named_parameters()}
+    assert trained == {
+        "fixed": False,
+        "free": True,
+        "held.weight": False,
+        "held.bias": False,
+    }
