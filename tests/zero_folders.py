@@ -6,7 +6,6 @@ Padding between the tensors is NaN, so that a test fails if accelfn reads it.
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -39,15 +38,8 @@ class Training:
 
 
 def write_zero(
-    folder: Path,
-    training: Training,
-    *,
-    stage: int,
-    ranks: int,
-    align: int = 1,
-    tag: str = "global_step2",
-    **beside: Any,
-) -> Path:
+    folder, training, *, stage, ranks, align=1, tag="global_step2", **beside
+):
     """Write a checkpoint; return its tag's folder.
 
     Args:
@@ -109,9 +101,7 @@ def _entries(training: Training, flats: Mapping[str, Any]) -> dict[str, Any]:
     return {**step, **flats}
 
 
-def _cut_across(
-    training: Training, rank: int, ranks: int, align: int
-) -> dict[str, Any]:
+def _cut_across(training, rank, ranks, align) -> dict[str, Any]:
     """Stages 1 and 2: parameters behind each other, cut in equal parts."""
     masters, state, paddings = [], {}, []
     for index, group in enumerate(training.groups):

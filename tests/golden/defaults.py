@@ -81,9 +81,7 @@ def defaults() -> dict[str, dict[str, Any]]:
     return found
 
 
-def commands(
-    parser: argparse.ArgumentParser,
-) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+def commands(parser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """Return a command and those inside it."""
     yield parser.prog, parser
     for action in parser._actions:

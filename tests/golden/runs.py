@@ -261,9 +261,7 @@ def public_names() -> Result:
     return dict.fromkeys(names, "public")
 
 
-def list_runs(
-    folder: Path, written: Mapping[str, Any] | None
-) -> Iterator[tuple[str, Any, Callable[[Path], Result]]]:
+def list_runs(folder, written) -> Iterator[tuple[str, Any, Callable[[Path], Result]]]:
     """Yield the name, the setup and the function of each run."""
     yield "names", None, lambda _: public_names()
     for name in SAVED:

@@ -165,14 +165,8 @@ class Breaking:
     """
 
     def __init__(
-        self,
-        place: Place | None = None,
-        number: int = 0,
-        kind: type[BaseException] = Broken,
-        *,
-        but: str = "nothing",
-        behind: bool = False,
-    ) -> None:
+        self, place=None, number=0, kind=Broken, *, but="nothing", behind=False
+    ):
         """Take a place, which of its calls, and an error; `but` is a room that is left out.
 
         It is of this thread, or of those that begin in the block, `behind` it.

@@ -60,12 +60,7 @@ class Training:
             world=world,
         )
 
-    def train(
-        self,
-        state: af.TrainState,
-        updates: int,
-        seen: Callable[[int, list[int]], None] = lambda _step, _ids: None,
-    ) -> af.TrainState:
+    def train(self, state, updates, seen=lambda _step, _ids: None) -> af.TrainState:
         """Return the state after some updates; `seen` is told of the samples of each."""
         step = af.make_step(loss_fn)
         batches = iter(af.batches(state))
@@ -110,17 +105,13 @@ def elastic(
     return tensors(af.finalize(kept)), told
 
 
-def in_turns(
-    training: Training, stages: list[Told], folder: str
-) -> tuple[dict[str, torch.Tensor], ...]:
+def in_turns(training, stages, folder) -> tuple[dict[str, torch.Tensor], ...]:
     """Return what is trained by so many ranks up to so many updates, saved and loaded between."""
     for i, (start, size) in enumerate(stages):
         is_last = i + 1 == len(stages)
         end = training.updates if is_last else stages[i + 1][0]
 
-        def stage(
-            world: af.World, start: int = start, end: int = end, is_last: bool = is_last
-        ) -> dict[str, torch.Tensor]:
+        def stage(world, start=start, end=end, is_last=is_last):
             state = training.state(world)
             if start:
                 state = af.load(state, f"{folder}/{start}")
@@ -133,9 +124,7 @@ def in_turns(
     return ends
 
 
-def as_saved(
-    training: Training, folder: str, kept: af.TrainState, new: af.TrainState
-) -> list[str]:
+def as_saved(training, folder, kept, new) -> list[str]:
     """Return where a state that was regrouped differs from what its ranks had saved and load."""
     definition = attrs.evolve(kept.definition, world=new.world)
     af.save(attrs.evolve(kept, definition=definition), folder)

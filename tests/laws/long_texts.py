@@ -22,9 +22,7 @@ Batch = dict[str, torch.Tensor]
 class Attending(nn.Module):
     """Attention, added to what comes in."""
 
-    def __init__(
-        self, heads: int, shared_by: int, mask: str, scale: float | None, dropped: float
-    ) -> None:
+    def __init__(self, heads, shared_by, mask, scale, dropped) -> None:
         super().__init__()
         width = heads * FEATURES
         self.scale, self.dropped = scale, dropped

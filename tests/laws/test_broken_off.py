@@ -297,13 +297,7 @@ def check(call: str, setup: int, drawn: dict[str, Any], *, places: int) -> None:
 Meeting = tuple[Counter[Place], list[Any]]
 
 
-def meet(
-    setup: str,
-    act: Callable[[Scene], Any],
-    hit: int,
-    breaking: Breaking,
-    ended: dict[int, str],
-) -> list[Any]:
+def meet(setup, act, hit, breaking, ended) -> list[Any]:
     """Let two ranks make a call, which is broken off on one; note how it ended on each."""
 
     def on_rank(world: af.World) -> Any:

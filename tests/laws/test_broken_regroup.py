@@ -21,9 +21,7 @@ SIZE = 3
 """How many begin; the last crashes."""
 
 
-def regroup(
-    setup: Any, hit: int, breaking: Breaking, ended: dict[int, str]
-) -> list[Any]:
+def regroup(setup, hit, breaking, ended) -> list[Any]:
     """Let two of three ranks go on without the third, which is broken off on one of them."""
     training = Training(setup=setup, every=1, updates=3, optimizer="momentum")
 

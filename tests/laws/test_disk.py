@@ -240,9 +240,7 @@ class Histories(RuleBasedStateMachine):
         best=st.sampled_from([None, "loss"]),
         async_=st.booleans(),
     )
-    def save_and_crash(
-        self, at: int, kept: int, keep: int, best: str | None, async_: bool
-    ) -> None:
+    def save_and_crash(self, at, kept, keep, best, async_) -> None:
         """The power fails at an act, or behind the last; another process goes on."""
         metrics, said = self.begins(1.0), False
         self.disk.happens[len(self.disk.acts) + at] = self.disk.cut

@@ -41,12 +41,7 @@ LAYOUTS: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
 class Net(nn.Module):
     """Two layers, and a filter of four dims."""
 
-    def __init__(
-        self,
-        narrow: int = NARROW,
-        wide: int = WIDE,
-        filters: tuple[int, int] = (12, 64),
-    ) -> None:
+    def __init__(self, narrow=NARROW, wide=WIDE, filters=(12, 64)) -> None:
         super().__init__()
         self.up = nn.Linear(narrow, wide)
         self.down = nn.Linear(wide, narrow)
@@ -68,9 +63,7 @@ def write(model: nn.Module, folder: str, kind: str) -> None:
         dcp.save({"model": held}, checkpoint_id=folder, no_dist=True)
 
 
-def imported(
-    world: af.World, *, folder: str, setup: tuple[Any, ...]
-) -> tuple[dict[str, torch.Tensor], int, int]:
+def imported(world, *, folder, setup) -> tuple[dict[str, torch.Tensor], int, int]:
     """Return all parameters, the bytes that this rank has of them, and those it read."""
     state = af.TrainState.create(
         model=Net, optimizer=torch.optim.SGD, setup=af.chain(*setup), world=world

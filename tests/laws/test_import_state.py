@@ -99,9 +99,7 @@ def create(world: af.World, kind: str, setup: tuple[Any, ...] = ()) -> af.TrainS
     )
 
 
-def goes_on(
-    world: af.World, folder: str, kind: str, layout: str, cut: int
-) -> dict[str, torch.Tensor]:
+def goes_on(world, folder, kind, layout, cut) -> dict[str, torch.Tensor]:
     """Import, train on, and return parameters and buffers."""
     report = af.import_state(create(world, kind, LAYOUTS[layout]), folder)
     state, step = report.state, af.make_step(loss_of)

@@ -60,9 +60,7 @@ def trained(world: af.World, program: Program, acts: Acts, folder: str) -> list[
         raise AssertionError(error) from error  # of torch's, about what it has left
 
 
-def _trained(
-    world: af.World, program: Program, acts: Acts, folder: str
-) -> list[Moment]:
+def _trained(world, program, acts, folder) -> list[Moment]:
     state, before, moments = program.state(world), None, list[Moment]()
     step, number = af.make_step(program.loss), count()
     for update in acts:

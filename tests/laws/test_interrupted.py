@@ -25,9 +25,7 @@ class Interrupted(TorchDispatchMode):
         super().__init__()
         self.at, self.count = at, 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         del types
         self.count += 1
         if self.count - 1 == self.at:

@@ -177,9 +177,7 @@ class late_mean:
     def init(self, state: af.TrainState) -> dict[str, Any]:
         return {"flying": None, "seen": torch.zeros(2).double()}
 
-    def after_update(
-        self, state: af.TrainState, slot: dict[str, Any], update: af.Update
-    ) -> tuple[af.TrainState, dict[str, Any]]:
+    def after_update(self, state, slot, update) -> tuple[af.TrainState, dict[str, Any]]:
         seen = slot["seen"]
         if slot["flying"] is not None:
             seen = seen + slot["flying"].wait()["x"]

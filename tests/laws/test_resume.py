@@ -16,7 +16,6 @@ import accelfn as af
 from accelfn.testing import simulate, strategies
 from tests.catalog import stacks
 from tests.internals import SAVED_FIELDS as FIELDS
-from tests.internals import Sums
 from tests.laws.worlds import Found
 from tests.strategies import Run, differences, runs, tensors
 
@@ -98,9 +97,7 @@ def resumed_at(world: af.World, run: Run, at: int, directory: str) -> Found:
     return tensors(run.train(state, run.updates - at)[0])
 
 
-def cut(
-    sizes: tuple[int, int], run: Run, at: int, sums: Sums = "ring"
-) -> list[tuple[Found, Found]]:
+def cut(sizes, run, at, sums="ring") -> list[tuple[Found, Found]]:
     """Return the last states of a run that was saved, and of it resumed, rank by rank."""
     before, after = sizes
     with tempfile.TemporaryDirectory() as folder:

@@ -51,9 +51,7 @@ def held(whole: torch.Tensor, boxes: Sequence[Slice]) -> list[torch.Tensor]:
     return [box.of(whole).clone() for box in boxes]
 
 
-def resharded(
-    parts: Sequence[torch.Tensor], old: Sequence[Slice], new: Sequence[Slice]
-) -> list[torch.Tensor]:
+def resharded(parts, old, new) -> list[torch.Tensor]:
     """Return the slices that other ranks hold."""
     pairs = list(zip(old, parts, strict=True))
     return [assemble(box, torch.int32, pairs) for box in new]

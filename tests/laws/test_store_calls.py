@@ -186,9 +186,7 @@ def test_a_store_is_what_was_saved_and_kept(options, calls, size, joint):
         assert all(path.name.startswith("step-") for path in root.iterdir())
 
 
-def saved(
-    store: af.CheckpointStore, model: Model, call: Save, number: int, state: Any
-) -> None:
+def saved(store, model, call, number, state) -> None:
     """Save, where the step is not there yet; else all ranks are told."""
     due(store, model, state, call.step)
     metrics = None if call.loss is None else {"loss": call.loss, "other": 0.0}
@@ -208,9 +206,7 @@ def due(store: af.CheckpointStore, model: Model, state: Any, step: int) -> None:
         assert store.due(state) == (step > 0 and step % every == 0)
 
 
-def restored(
-    store: af.CheckpointStore, model: Model, first: Any, step: int | None
-) -> None:
+def restored(store, model, first, step) -> None:
     """Restore a step, or the newest, and compare it with what was saved."""
     if step is None and not model.there:
         assert store.restore(first) is first

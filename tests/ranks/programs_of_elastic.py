@@ -30,9 +30,7 @@ def checkpoints(setup: str, folder: Path) -> tuple[Callable[..., object], Restor
     return (store.save if setup == "fsdp" else lambda _: None), store.restore
 
 
-def moved(
-    world: af.World, setup: str, givers: int, size: int, folder: str
-) -> list[list[str]]:
+def moved(world, setup, givers, size, folder) -> list[list[str]]:
     """Return where a state that is moved to some ranks differs from a loaded one."""
     run = Run(
         n=24,

@@ -36,9 +36,7 @@ def fresh(world: af.World, options: dict[str, Any]) -> af.TrainState:
     )
 
 
-def cut_and_whole(
-    world: af.World, folder: str, options: dict[str, Any]
-) -> list[list[str]]:
+def cut_and_whole(world, folder, options) -> list[list[str]]:
     """Return the digests of a run without a cut, and with one after each update."""
     step = af.make_step(lambda model, batch: model(batch).square().mean())
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -90,16 +89,7 @@ def going(moment: Moment, tell: Callable[[], object]) -> Iterator[None]:
         yield
 
 
-def live(
-    rank: int,
-    size: int,
-    port: int,
-    folder: str,
-    moment: Moment,
-    async_: bool,
-    seconds: float,
-    pipe: Connection,
-) -> None:
+def live(rank, size, port, folder, moment, async_, seconds, pipe) -> None:
     """Save step after step; send when this rank goes, and how it ended."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it

@@ -40,9 +40,7 @@ def fresh(world: af.World) -> af.TrainState:
     )
 
 
-def sharded(
-    world: af.World, *, flipped: bool = False, zeros: bool = False
-) -> af.TrainState:
+def sharded(world, *, flipped=False, zeros=False) -> af.TrainState:
     """Return a state with them, in its parameters and in a slot; flipped: cut otherwise."""
     mesh = init_device_mesh("cpu", (world.size,))
 

@@ -21,9 +21,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "loses_a_rank.py"
 ROOT = Path(__file__).parents[2]
 
 
-def launched(
-    span: str, setup: str, victim: int, folder: Path, then: str = "comes in"
-) -> subprocess.CompletedProcess[str]:
+def launched(span, setup, victim, folder, then="comes in"):
     command = [
         sys.executable,
         "-m",
