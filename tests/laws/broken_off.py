@@ -39,8 +39,8 @@ from tests.waiting import wait_until
 
 OWN = f"{Path(af.__file__).parent}{os.sep}"
 TESTS = f"{Path(__file__).parents[1]}{os.sep}"
-RAISES = frozenset(
-    [
+RAISES = {
+    *(
         "torch",
         "numpy",
         "safetensors",
@@ -50,22 +50,10 @@ RAISES = frozenset(
         "_io",
         "shutil",
         "tempfile",
-        "pathlib",
-        "json",
-        "_json",
-        "fcntl",
-        "mmap",
-        "signal",
-        "_signal",
-        "socket",
-        "_socket",
-        "threading",
-        "subprocess",
-        "multiprocessing",
-        "concurrent",
-        "blake3",
-    ]
-)
+    ),
+    *("pathlib", "json", "_json", "fcntl", "mmap", "signal", "_signal", "socket"),
+    *("_socket", "threading", "subprocess", "multiprocessing", "concurrent", "blake3"),
+}
 """Packages whose functions may raise, of torch's kin and of the system."""
 
 

@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.checkpoints import MANIFEST, STEP, node_at, nodes
 from tests.internals import gather_text
 from tests.states import values
 
-MANIFEST = "manifest.json"
 VALUES = {"step", "cursor", "seed", "num_skipped"}
 NUMBERS = (
     *(-1, 0, 1, 2, 3, 7, 63, 64, 65, 2**31, 2**32, 2**53, 2**62, 2**63, 10**12, 2**70),
@@ -33,32 +33,11 @@ NUMBERS = (
 )
 LEAVES = (
     *NUMBERS,
-    None,
-    True,
-    False,
-    "",
-    "x",
-    "nan",
-    "F64",
-    "params.0.weight",
-    "\ud800",
+    *(None, True, False, "", "x", "nan", "F64", "params.0.weight", "\ud800"),
 )
 KINDS = (
-    "tensor",
-    "float",
-    "dict",
-    "pairs",
-    "object",
-    "pending",
-    "list",
-    "tuple",
-    "set",
+    *("tensor", "float", "dict", "pairs", "object", "pending", "list", "tuple", "set"),
 )
-
-
-def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Return a loss that trains all parameters."""
-    return model(batch).square().mean()
 
 
 def fresh(case: str, world: af.World) -> af.TrainState:
@@ -83,9 +62,8 @@ def fresh(case: str, world: af.World) -> af.TrainState:
 def saved(case: str, folder: Path, world: af.World) -> dict[str, Any]:
     """Save a state two updates old; return its values."""
     state = fresh(case, world).with_slot("own", {"a": torch.ones(2), 3: [0.5, (None,)]})
-    step = af.make_step(loss)
     for batch in af.batches(state, until_epoch=1):
-        state, _ = step(state, batch)
+        state, _ = STEP(state, batch)
     af.save(state, folder)
     return values(state)
 
@@ -96,22 +74,6 @@ def original(case: str) -> tuple[Path, list[dict[str, Any]]]:
     folder = Path(tempfile.mkdtemp(prefix="accelfn-forged-")) / case
     size = 1 if case == "alone" else 2
     return folder, list(simulate(size, partial(saved, case, folder)))
-
-
-def nodes(plain: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of every node below the root."""
-    items = plain.items() if isinstance(plain, dict) else enumerate(plain)
-    for key, value in items:
-        yield (*path, key)
-        if isinstance(value, (dict, list)):
-            yield from nodes(value, (*path, key))
-
-
-def at(plain: Any, path: tuple[Any, ...]) -> Any:
-    """Return a node."""
-    for key in path:
-        plain = plain[key]
-    return plain
 
 
 def nested(value: Any, depth: int) -> Any:
@@ -126,8 +88,8 @@ def changed(draw: random.Random, plain: Any) -> tuple[Any, ...]:
     places = list(nodes(plain))
     top = draw.choice(list(plain))
     path = draw.choice([p for p in places if p[0] == top])
-    parent, key = at(plain, path[:-1]), path[-1]
-    old, other = parent[key], copy.deepcopy(at(plain, draw.choice(places)))
+    parent, key = node_at(plain, path[:-1]), path[-1]
+    old, other = parent[key], copy.deepcopy(node_at(plain, draw.choice(places)))
     act = draw.randrange(8)
     if act == 0:
         del parent[key]
@@ -150,10 +112,12 @@ def changed(draw: random.Random, plain: Any) -> tuple[Any, ...]:
 def changed_in_trees(draw: random.Random, plain: Any) -> tuple[Any, ...]:
     """Change a tree so that it is still one: other tensors, kinds, numbers, entries."""
     inside = [
-        p for p in nodes(plain) if p[0] == "trees" and isinstance(at(plain, p), dict)
+        p
+        for p in nodes(plain)
+        if p[0] == "trees" and isinstance(node_at(plain, p), dict)
     ]
-    path = draw.choice([p for p in inside if len(p) > 2 or at(plain, p)])
-    parent, key = at(plain, path[:-1]), path[-1]
+    path = draw.choice([p for p in inside if len(p) > 2 or node_at(plain, p)])
+    parent, key = node_at(plain, path[:-1]), path[-1]
     ((kind, value), *_) = parent[key].items() or [("", None)]
     names = [p[3] for p in nodes(plain) if p[0] == "files" and len(p) == 4]
     choices = [
@@ -270,9 +234,9 @@ def check(case: str, seed: int) -> str:
             found = values(loaded)
             for field in found.keys() - free:
                 assert mine[field] == found[field], field
-            step, batch = af.make_step(loss), torch.ones(4 // world.size, 4)
-            state, _ = step(state, batch)
-            loaded, _ = step(loaded, batch)
+            batch = torch.ones(4 // world.size, 4)
+            state, _ = STEP(state, batch)
+            loaded, _ = STEP(loaded, batch)
             assert fits(state.opt_state, loaded.opt_state)
             assert fits(state.slots, loaded.slots)
             return "loaded"

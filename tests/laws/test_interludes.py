@@ -15,16 +15,8 @@ from hypothesis import strategies as st
 from schedulefree import SGDScheduleFree
 
 import accelfn as af
-from accelfn.testing import simulate
-from accelfn.testing.strategies import (
-    Net,
-    Program,
-    Samples,
-    chains,
-    losses,
-    models,
-    programs,
-)
+from accelfn.testing import simulate, strategies
+from accelfn.testing.strategies import Net, Program, Samples, losses, models, programs
 from tests.laws.interludes import INTERLUDES, Scene
 from tests.strategies import differences, tensors
 
@@ -185,7 +177,7 @@ def test_each_act_beside_each_setup(setup):
     program=programs(
         model=models(unused=False, depth=st.integers(1, 2), bias=True),
         loss=losses(squared=False),  # which does not diverge
-        setup=chains(include=[af.shard_data], reduced=True),
+        setup=strategies.chains(include=[af.shard_data], reduced=True),
     ),
     is_grouped=st.booleans(),
     size=st.integers(1, 3),
