@@ -78,6 +78,19 @@ def checkpoints(tree: Tree) -> dict[int, Tree]:
     return {int(n[5:]): inside for n, inside in run.items() if n.startswith("step-")}
 
 
+def flushed_twice(acts: list[str]) -> list[str]:
+    """Return the files that were flushed again after a flush of theirs, which may have failed."""
+    flushed, twice = set[str](), list[str]()
+    for act in acts:
+        kind, _, path = act.partition(" ")
+        if kind == "create":
+            flushed.discard(path)
+        elif kind == "flush" and path.endswith((".safetensors", ".json")):
+            twice += [path] if path in flushed else []
+            flushed.add(path)
+    return twice
+
+
 class Loader:
     """Loads what may be left, and each state of the disk once."""
 
@@ -142,6 +155,7 @@ def test_every_error_is_told_or_harmless(async_: bool, joint: bool) -> None:
                 if failed:
                     assert not failed_in(store, 2, joint=joint)
                 store.close()
+            assert not flushed_twice(disk.acts[planned - at :])
             for step in store.steps:
                 folder = store.directory / f"step-{step:08d}"
                 assert is_of(folder, step, joint=joint)

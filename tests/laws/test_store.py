@@ -99,32 +99,6 @@ def test_a_save_that_fails_fails_on_all_ranks(size, at, number, stays, async_, j
         assert "step-00000001" in each
 
 
-@given(at=st.integers(0, 30), async_=st.booleans())
-def test_no_file_is_flushed_twice(at: int, async_: bool) -> None:
-    """After a failed flush the same step is written to new files, and saved."""
-    with lent() as root:
-        disk = Disk(root)
-        with watched(disk), af.CheckpointStore(root, async_=async_) as store:
-            first = len(disk.acts)
-            disk.happens[first + at] = failing(disk, errno.EIO, stays=False)
-            for _ in range(2):
-                try:
-                    store.save(state_of(1))
-                    store.wait()
-                except af.errors.CheckpointWriteError:
-                    continue
-                break
-            assert is_of(store.latest, 1)
-    flushed: set[str] = set()
-    for act in disk.acts[first:]:
-        kind, _, path = act.partition(" ")
-        if kind == "create":
-            flushed.discard(path)
-        elif kind == "flush" and "/" in path:
-            assert path not in flushed or path.endswith(("step-00000001",))
-            flushed.add(path)
-
-
 def lock_of(**other: object) -> str:
     """Return the text of another process's lock, that lives unless told otherwise."""
     with lent() as root:

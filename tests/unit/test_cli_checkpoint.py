@@ -9,7 +9,6 @@ import shutil
 import sys
 from functools import partial
 
-import attrs
 import pytest
 import safetensors.torch
 import torch
@@ -18,20 +17,14 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.checkpoints import STEP, X, damage
 from tests.golden import make as golden
 from tests.internals import (
-    commit,
-    contents_of,
-    gather_text,
     main,
     read_manifest,
-    save_of,
 )
-from tests.slices import even_slice
 
 ONE, TWO = golden.FOLDER / "one-rank", golden.FOLDER / "two-ranks"
-X = torch.linspace(-1, 1, 24).reshape(8, 3)
-STEP = af.make_step(lambda model, batch: model(batch).square().mean())
 
 
 class Net(nn.Module):
@@ -104,21 +97,18 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("act", ["verify", "export"])
 def test_a_bar_shows_what_was_read(act, store, tmp_path, capsys, monkeypatch):
     """On a terminal, to the last byte; elsewhere nothing is written."""
-    second = [] if act == "verify" else [tmp_path / "first"]
-    assert run(capsys, act, store, *second)[2] == ""
-    counts: list[tuple[float, float | None]] = []
-    advance = Progress.advance
+    words = [[act, store, tmp_path / to][: 2 + (act == "export")] for to in "ab"]
+    assert run(capsys, *words[0])[2] == ""
+    counts, advance = [], Progress.advance
 
     def counted(self, task, advanced=1):
         advance(self, task, advanced)
         counts.append((self.tasks[0].completed, self.tasks[0].total))
 
     monkeypatch.setattr(Progress, "advance", counted)
-    shown = Terminal()
-    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(sys, "stderr", shown := Terminal())
     monkeypatch.setenv("TERM", "xterm")
-    second = [] if act == "verify" else [tmp_path / "second"]
-    assert main(["checkpoint", act, *map(str, [store, *second])]) == 0
+    assert main(["checkpoint", *map(str, words[1])]) == 0
     assert shown.getvalue()
     done, total = counts[-1]
     assert 0 < done == total
@@ -202,18 +192,15 @@ def test_verify_names_file_and_tensor(tmp_path, capsys):
     path = folder / "rank-00001.safetensors"
     whole, tensors = path.read_bytes(), read_manifest(TWO).files[path.name].tensors
     draw = random.Random(0)  # noqa: S311 - the same each time
-    for _ in range(50):
-        at, changed = draw.randrange(len(whole)), bytearray(whole)
-        changed[at] ^= 1 << draw.randrange(8)
-        path.write_bytes(changed)
+    for _ in range(20):
+        path.write_bytes(whole)
+        damage(path, at := draw.randrange(len(whole)), draw.randrange(8))
         named = [n for n, entry in tensors.items() if entry.begin <= at < entry.end]
         code, rows, _ = run(capsys, "verify", folder)
         assert code == 1
         (what,) = named or ["its header"]
-        assert (
-            f"{path} has changed since it was saved: the BLAKE3 digest of {what}"
-            in rows[2]
-        )
+        words = f"{path} has changed since it was saved: the BLAKE3 digest of {what}"
+        assert words in rows[2]
         assert [row.endswith(": whole") for row in rows] == [True, True, False]
 
 
@@ -266,38 +253,6 @@ def test_what_a_slot_has_not_is_exported_as_it_is_trained(tmp_path):
         assert torch.equal(found[name], state.params[name])
 
 
-def of_slices(folder, world):
-    """Save a state of which each rank holds a half of each matrix."""
-    state = fresh(world=world)
-    job, contents = save_of(state, folder), contents_of(state, "write")
-    slices = {
-        name: even_slice(tensor.shape, 0, world.rank, world.size)
-        for name, tensor in contents.tensors.items()
-        if tensor.dim() == 2 and name.startswith("params.")
-    }
-    assert slices
-    tensors = {
-        name: slices[name].of(tensor) if name in slices else tensor
-        for name, tensor in contents.tensors.items()
-    }
-    contents = attrs.evolve(contents, slices=slices, tensors=tensors)
-
-    def exchange(what, text):
-        return gather_text(text, world, label=what)
-
-    job.run_on_all(exchange, commit.Phase.BEGIN, lambda: commit.begin(job))
-    commit.write(job, {"": contents}, exchange)
-    return state
-
-
-def test_sharded_tensors(tmp_path, capsys):
-    """They are exported whole."""
-    state = simulate(2, partial(of_slices, tmp_path / "sharded"))[0]
-    run(capsys, "export", tmp_path / "sharded", tmp_path / "out")
-    tensors = safetensors.torch.load(as_exported(tmp_path / "out"))
-    assert torch.equal(state.params["body.weight"], tensors["body.weight"])
-
-
 def test_export_of_what_has_no_one_model(tmp_path, capsys):
     """Ranks that differ, and parameters that were not written, are named; nothing is left."""
     said = refused(capsys, "export", TWO, tmp_path / "out")
@@ -314,21 +269,21 @@ def test_copies_that_train_apart(tmp_path, capsys):
 
     def save(world):
         setup = af.chain(af.wrap_fsdp(), af.local_sgd(sync_every=2))
-        state = af.TrainState.create(
-            model=lambda: nn.Linear(3, 4),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            setup=setup,
-            world=world,
-        )
+        sgd, model = partial(torch.optim.SGD, lr=0.1), partial(nn.Linear, 3, 4)
+        options = {"model": model, "optimizer": sgd, "setup": setup, "world": world}
+        state = af.TrainState.create(**options)
         for name in ("apart", "alike"):
             state, _ = STEP(state, X + world.rank)
             af.save(state, tmp_path / name)
+        return af.full_params(state, at="eval")
 
-    simulate(4, save, axes={"dp_replicate": 2, "dp_shard": 2})
+    expected = simulate(4, save, axes={"dp_replicate": 2, "dp_shard": 2})[0]
     said = refused(capsys, "export", tmp_path / "apart", tmp_path / "out")
     assert "ranks have different values of params.bias, params.weight" in said
     run(capsys, "export", tmp_path / "alike", tmp_path / "out")
-    assert len(safetensors.torch.load(as_exported(tmp_path / "out"))) == 2
+    found = safetensors.torch.load(as_exported(tmp_path / "out"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 @pytest.mark.parametrize("slot", ["nope", "mine", "slots."])
@@ -365,7 +320,7 @@ def test_export_of_a_file_that_has_changed(tmp_path, capsys):
     """What was changed on the disk is not exported."""
     folder = shutil.copytree(ONE, tmp_path / "saved")
     path = folder / "rank-00000.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    damage(path)
     assert str(path) in refused(capsys, "export", folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
