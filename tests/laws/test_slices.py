@@ -2,6 +2,7 @@
 """L47: a tensor cut into slices, and these cut otherwise, is the tensor again, bitwise."""
 
 import itertools
+from contextlib import nullcontext
 
 import attrs
 import pytest
@@ -64,7 +65,8 @@ def test_resharding_is_cutting(shape, data):
 @given(SHAPES, st.data())
 def test_a_slice_that_is_missing_is_noticed(shape, data):
     """L47: what no rank holds is refused, however much they hold of what is not asked for."""
-    boxes, target = data.draw(cuts(shape)), data.draw(boxes_in(shape))
+    boxes, others = data.draw(cuts(shape)), data.draw(cuts(shape))
+    target = data.draw(st.sampled_from([Slice.whole(shape), *others]))
     gone = boxes.pop(data.draw(st.sampled_from(range(len(boxes)))))
     seen = torch.zeros(shape, dtype=torch.int32)
     gone.of(seen).fill_(1)
@@ -77,6 +79,19 @@ def test_a_slice_that_is_missing_is_noticed(shape, data):
     words = f"lack {missing} of the {target.count} "
     with pytest.raises(CheckpointCorruptError, match=words):
         assemble(target, torch.int32, parts)
+
+
+@given(begin=st.integers(0, 4), count=st.integers(1, 4), first=st.integers(0, 8))
+def test_what_no_part_has_is_told(begin, count, first):
+    """However much parts have of what is not asked for."""
+    target, part = Slice((8,), (begin,), (count,)), Slice((8,), (first,), (8 - first,))
+    parts = [(part, torch.arange(8.0)[first:])]
+    missing = min(max(first - begin, 0), count)
+    words = f"lack {missing} of the {count} "
+    expected = pytest.raises(CheckpointCorruptError, match=words)
+    with expected if missing else nullcontext():
+        found = assemble(target, torch.float32, parts)
+        assert torch.equal(found, torch.arange(8.0)[begin : begin + count])
 
 
 @given(SHAPES, st.data())
