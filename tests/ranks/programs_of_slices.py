@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import accelfn as af
-from tests.internals import GradInfo, Update
 
 PLACES = {
     "rows": ((5, 3), Shard(0)),
@@ -87,19 +86,16 @@ def save(world: af.World, folder: Path, *, async_: bool = False) -> None:
         store.save(sharded(world))
 
 
-def load(world: af.World, folder: Path, *, flipped: bool = False) -> dict[str, Any]:
-    """Load into a state that is sharded, in the same way or another."""
-    return found(af.load(sharded(world, flipped=flipped, zeros=True), folder))
+def load(world, folder, *, flipped=False, back="") -> list[dict[str, Any]]:
+    """Load into a state that is sharded, in the same way or another, and into one that is not.
 
-
-def load_plain(world: af.World, folder: Path) -> dict[str, Any]:
-    """Load into a state that is not."""
-    return found(af.load(fresh(world), folder))
-
-
-def save_plain(world: af.World, old: Path, new: Path) -> None:
-    """Save what was loaded into a state that is not sharded."""
-    af.save(af.load(fresh(world), old), new)
+    That one is saved again in a folder `back`.
+    """
+    split = af.load(sharded(world, flipped=flipped, zeros=True), folder)
+    plain = af.load(fresh(world), folder)
+    if back:
+        af.save(plain, back)
+    return [found(split), found(plain)]
 
 
 def load_other_shape(world: af.World, folder: Path) -> str:
@@ -125,25 +121,3 @@ def save_summands(world: af.World, folder: Path) -> str:
     except af.errors.CheckpointError as error:
         return str(error)
     return ""
-
-
-def clipped(world: af.World, norm_type: float) -> tuple[float, dict[str, torch.Tensor]]:
-    """Clip gradients of which some are sharded; return their norm, and them whole."""
-    mesh = init_device_mesh("cpu", (world.size,))
-    tensors = {
-        name: distribute_tensor(whole(name).double() / 64 - 1, mesh, [place])
-        for name, (_, place) in PLACES.items()
-    }
-    tensors["plain"] = torch.tensor([3.0, -4.0], dtype=torch.float64)
-    clip = af.clip_grad_norm(0.5, norm_type=norm_type)
-    grads, state = (
-        af.Grads(tensors=tensors, taken=GradInfo(divisor=1), reduced=True),
-        fresh(world),
-    )
-    update = Update(state=state, slots=dict(state.slots), grads=grads)
-    grads, _ = clip.grads(grads, None, update)
-    found = {
-        name: each.full_tensor() if name in PLACES else each
-        for name, each in grads.tensors.items()
-    }
-    return float(grads.metrics["grad_norm"]), found

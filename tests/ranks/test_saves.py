@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""However ranks go in the middle of a save, no checkpoint is lost, and the others say who.
-
-`python -m tests.ranks.test_saves 200` draws so many moments, and counts.
-"""
+"""However ranks go in the middle of a save, no checkpoint is lost, and the others say who."""
 
 import re
 import socket
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,10 +13,8 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.testing import processes
 from tests.internals import RankProcess
 from tests.laws.states import is_of, state_of
-from tests.ranks import programs_of_saves
 from tests.ranks.programs_of_saves import SLOW, WAYS, Moment, live
 
 TIMEOUT = 8.0
@@ -144,40 +138,3 @@ def check(case: Case, found: Outcome) -> None:
 def test_ranks_that_go_in_a_save_lose_nothing(case: Case) -> None:
     """B1, B2: whoever goes, however, at whichever act: others end, name it, and all is there."""
     check(case, outcome(case))
-
-
-def main(count: int) -> None:
-    """Draw moments of every way to go, and say of each, and of all, how the law was kept."""
-    vars(processes)["_PRELOAD"].append(
-        programs_of_saves.__name__
-    )  # ranks then start sooner
-    found: list[tuple[Case, Outcome]] = []
-    broken = late = 0
-
-    @settings(max_examples=count, database=None, deadline=None, phases=[Phase.generate])
-    @given(case=cases())
-    def drawn(case: Case) -> None:
-        nonlocal broken, late
-        found.append((case, outcome(case)))
-        said = "kept"
-        try:
-            check(*found[-1])
-        except AssertionError:
-            broken, said = broken + 1, f"BROKEN {found[-1]}"
-        seconds = found[-1][1].seconds
-        late += seconds > case.timeout + 1
-        print(len(found), case, f"{seconds:.1f} s", said, flush=True)  # noqa: T201
-
-    drawn()
-    for name in sorted(WAYS):
-        times = [f.seconds for case, f in found if case.moment.how == name]
-        print(f"{name}: {len(times)}, out in {max(times, default=0):.1f} s")  # noqa: T201
-    lost = sum(len(each.lost) > 0 for _, each in found)
-    print(  # noqa: T201
-        f"{len(found)} moments, {lost} with a commit lost, {broken} in all that broke the"
-        f" law, {late} with a survivor out later than the timeout and a second"
-    )
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -256,13 +256,6 @@ def test_names_and_shapes_that_differ_are_told(tmp_path, stage):
     assert "first.weight saved as (3, 2)" in refused(tag, wider, strict=False)
 
 
-def test_an_optimizer_of_another_kind_is_refused(tmp_path):
-    """Before a step would fail on what it kept."""
-    tag = saved(tmp_path)
-    make = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
-    assert "SGD, has momentum_buffer." in refused(tag, create(make))
-
-
 def test_what_an_optimizer_keeps_of_other_sizes_is_refused(tmp_path):
     """A tensor that is neither as long as the weights nor a number."""
     tag = saved(tmp_path)

@@ -373,15 +373,12 @@ def test_what_does_not_fit_is_refused_whole(changes, expected, device, tmp_path)
 def test_a_loose_import_says_what_is_left(tmp_path):
     """strict=False warns of both kinds of names, takes the rest, and refuses shapes still."""
     changes = {"norm.bias": None, "extra": torch.ones(1)}
-    path = saved(Net(), tmp_path / "a.safetensors", **changes)
-    model = Net()
+    path, model = saved(Net(), tmp_path / "a.safetensors", **changes), Net()
     model.norm.bias.data += 7
-    with pytest.warns(UserWarning, match="differ from the model's") as warned:
+    words = "(?s)differ from the model's.*missing norm.bias.*unexpected extra"
+    with pytest.warns(UserWarning, match=words) as warned:
         af.import_model(model, path, strict=False)
-    (warning,) = warned
-    assert "missing norm.bias" in str(warning.message)
-    assert "unexpected extra" in str(warning.message)
-    assert Path(warning.filename) == Path(__file__)
+    assert Path(warned[0].filename) == Path(__file__)
     assert torch.equal(torch.full((3,), 7.0), model.norm.bias)
     held = safetensors.torch.load_file(path)
     assert torch.equal(held["embed.weight"], model.embed.weight)
@@ -433,24 +430,6 @@ def test_modes_of_the_caller_do_not_matter(tmp_path):
         af.import_model(model, path)
     model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad is not None
-
-
-def test_empty_and_scalar_tensors_are_read(tmp_path):
-    """A tensor without elements, one without dims, and a file without tensors."""
-
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.empty = nn.Parameter(torch.empty(0, 3))
-            self.also_empty = nn.Parameter(torch.empty(2, 0))
-            self.scalar = nn.Parameter(torch.tensor(2.5))
-
-    path = saved(Odd(), tmp_path / "a.safetensors")
-    model = on("meta", Odd)
-    assert af.import_model(model, path).scalar.item() == 2.5
-    assert (model.empty.shape, model.also_empty.shape) == ((0, 3), (2, 0))
-    safetensors.torch.save_file({}, tmp_path / "none.safetensors")
-    af.import_model(nn.Identity(), tmp_path / "none.safetensors")
 
 
 def refused(source, kind=CheckpointError):
@@ -506,21 +485,14 @@ def test_an_index_is_true(tmp_path):
     index.write_text(json.dumps(swapped))
     assert "no such tensor" in refused(index, CheckpointCorruptError)
     index.write_text(json.dumps(said))
+    held = {"bias": torch.ones(2), "extra": torch.ones(1)}  # not passed over in silence
+    safetensors.torch.save_file(held, index.with_name(said["weight_map"]["bias"]))
+    assert "unexpected extra" in refused(index)
     (tmp_path / "model" / second).unlink()
     assert f"{second} does not exist" in refused(index)
     for text in ("", "[]", "{}", '{"weight_map": []}', "\xff", "[" * 100_000):
         index.write_text(text, encoding="latin-1")
         assert str(index) in refused(index, CheckpointCorruptError)
-
-
-def test_tensors_beside_those_of_the_index_are_unexpected(tmp_path):
-    """What lies in a file and not in the index is not passed over in silence."""
-    index = parts(nn.Linear(2, 2), tmp_path / "model")
-    said = json.loads(index.read_text())
-    file = index.parent / said["weight_map"]["bias"]
-    held = {**safetensors.torch.load_file(file), "extra": torch.ones(1)}
-    safetensors.torch.save_file(held, file)
-    assert "unexpected extra" in refused(index)
 
 
 def header(entries, data=b"\0" * 24):
@@ -763,7 +735,7 @@ def test_tensors_without_elements_are_not_tied(device, tmp_path):
     """Several of one shape lie at one address, and each is imported under its own name."""
 
     def model():
-        empty = {"a": torch.empty(0, 2), "b": torch.empty(0, 2), "c": torch.ones(2)}
+        empty = {"a": torch.empty(0, 2), "b": torch.empty(0, 2), "c": torch.tensor(2.5)}
         return nn.ParameterDict(empty)
 
     saved(model(), tmp_path / "model.safetensors")
@@ -771,7 +743,7 @@ def test_tensors_without_elements_are_not_tied(device, tmp_path):
     af.import_model(into, tmp_path)
     assert same(values(model()), values(into))
     assert into["a"] is not into["b"]
-    held = {"a": torch.empty(0, 2), "c": torch.ones(2)}
+    held = {"a": torch.empty(0, 2), "c": torch.tensor(2.5)}
     safetensors.torch.save_file(held, tmp_path / "lacking.safetensors")
     with pytest.raises(Error, match="missing b"):
         af.import_model(model().to(device), tmp_path / "lacking.safetensors")
