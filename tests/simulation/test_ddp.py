@@ -136,33 +136,19 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_ddp_is_averaging_by_hand(name, size):
-    """All ranks hold, bit for bit, what averaging the gradients by hand gives."""
-    program = PROGRAMS[name]
-    run = simulate(size, lambda world: by_ddp(world, **program))
+def test_ddp_is_averaging_by_hand(name):
+    """All ranks hold it bit for bit, and the log is the same, whatever the schedule."""
+    program, wanted, logs = PROGRAMS[name], {}, {}
     hand = {k: v for k, v in program.items() if k not in ("options", "join")}
-    wanted = by_hand(size, **hand)
-    for params in run:
-        for expected, actual in zip(wanted, params, strict=True):
-            assert torch.equal(expected, actual)
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_any_schedule_gives_one_answer(name):
-    """Repeated under schedules drawn anew: no hang, the same bits, and the same log."""
-    program = PROGRAMS[name]
-    wanted = {}
-    for i in range(1000 if at_night() else 20):
+    for i in range(1000 if at_night() else 12):
         draw = random.Random(i)
-        size = draw.choice((2, 2, 3, 4))
+        size = draw.choice((1, 2, 2, 4))
         schedule = [draw.randrange(size) for _ in range(draw.randrange(60))]
         run = simulate(size, lambda world: by_ddp(world, **program), schedule=schedule)
         if size not in wanted:
-            wanted[size] = simulate(size, lambda world: by_ddp(world, **program))
-        assert wanted[size].log == run.log
-        for expected, actual in zip(wanted[size], run, strict=True):
-            assert all(map(torch.equal, expected, actual))
+            wanted[size], logs[size] = by_hand(size, **hand), run.log
+        assert logs[size] == run.log
+        assert all(all(map(torch.equal, wanted[size], found)) for found in run)
 
 
 @given(
@@ -268,27 +254,3 @@ def test_zero_redundancy_optimizer():
 
     for params in simulate(2, fn):
         assert all(map(torch.equal, by_hand(2), params))
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_fully_sharded_data_parallel():
-    """So does the first FSDP, on CPU; the second needs a device mesh."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    def fn(world):
-        model = FullyShardedDataParallel(
-            Net(), process_group=world.group, device_id=torch.device("cpu")
-        )
-        optimizer = torch.optim.SGD(model.parameters(), LR)
-        for step in range(STEPS):
-            model(batch(world.rank, step)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with FullyShardedDataParallel.summon_full_params(model):
-            return [each.detach().clone() for each in model.parameters()]
-
-    for params in simulate(2, fn):
-        flat = torch.cat([each.flatten() for each in params])
-        wanted = torch.cat([each.flatten() for each in by_hand(2)])
-        assert torch.equal(wanted, flat)

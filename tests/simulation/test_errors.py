@@ -45,20 +45,21 @@ def x(n=2, dtype=torch.float32):
     return torch.ones(n, dtype=dtype)
 
 
+def y(r):
+    """Return another dtype on each rank."""
+    return x(1, torch.float64 if r else torch.float32)
+
+
 MISMATCHES = {
-    "kind": (
-        lambda r, g: dist.broadcast(x(), 0, g) if r else dist.all_reduce(x(), group=g)
+    "kind": lambda r, g: (
+        dist.broadcast(x(), 0, g) if r else dist.all_reduce(x(), group=g)
     ),
-    "reduction": (
-        lambda r, g: dist.all_reduce(
-            x(), dist.ReduceOp.MAX if r else dist.ReduceOp.SUM, group=g
-        )
+    "reduction": lambda r, g: dist.all_reduce(
+        x(), (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[r], group=g
     ),
     "root": lambda r, g: dist.broadcast(x(), r, g),
     "shape": lambda r, g: dist.all_reduce(x(2 + r), group=g),
-    "dtype": lambda r, g: dist.all_reduce(
-        x(2, torch.float64 if r else torch.float32), group=g
-    ),
+    "dtype": lambda r, g: dist.all_reduce(y(r), group=g),
     "shape or layout": lambda r, g: dist.all_reduce(
         torch.eye(2).to_sparse() if r else torch.eye(2), group=g
     ),
@@ -72,11 +73,7 @@ MISMATCHES = {
     "splits": lambda r, g: dist.all_to_all_single(
         x(3), x(3), [1, 2] if r else [2, 1], [1, 2], group=g
     ),
-    "splits of dtypes": lambda r, g: dist.all_to_all(
-        [x(1, torch.float64 if r else torch.float32)] * 2,
-        [x(1, torch.float64 if r else torch.float32)] * 2,
-        g,
-    ),
+    "splits of dtypes": lambda r, g: dist.all_to_all([y(r)] * 2, [y(r)] * 2, g),
 }
 
 
@@ -95,21 +92,6 @@ def test_what_differs_is_named_on_all_ranks(name, schedule):
             assert f"\n  rank {row}: #0 " in str(error)
         assert str(error).count("test_errors.py:") == 2
     assert len({str(error).partition(":")[2] for error in errors}) == 1
-
-
-def test_a_mismatch_of_labels():
-    """accelfn's own collectives say what they are for, and must agree on it."""
-    from tests.internals import collectives
-
-    def fn(world, group):
-        label = "rows" if world.rank else "columns"
-        collectives.sum_(torch.ones(1), world, label=label)
-
-    _, raised = told(2, fn)
-    assert isinstance(raised, Mismatch)
-    assert "do not match in label" in str(raised)
-    assert "'rows'" in str(raised)
-    assert "'columns'" in str(raised)
 
 
 def test_the_table_as_people_read_it():
@@ -135,20 +117,6 @@ def test_the_table_as_people_read_it():
         "Collectives completed before, the latest last:",
         f"  broadcast (2,) float32, 8 bytes (test_errors.py:{line + 1})",
     ]
-
-
-def test_swapped_order():
-    """Two ranks that call two collectives in different order meet in the first."""
-
-    def fn(world, group):
-        a, b = torch.ones(2), torch.ones(3)
-        for tensor in (a, b) if world.rank else (b, a):
-            dist.all_reduce(tensor, group=group)
-
-    errors, _ = told(2, fn)
-    assert all(isinstance(error, Mismatch) for error in errors)
-    assert "(3,) float32" in str(errors[0])
-    assert "(2,) float32" in str(errors[0])
 
 
 def test_a_mismatch_that_nobody_waits_for():
@@ -187,6 +155,14 @@ def test_a_call_that_others_never_join():
 # What one rank alone does wrong
 
 
+def gather(out, g):
+    return dist.all_gather_single(out, x(), g)
+
+
+def swap(*splits):
+    return lambda g: dist.all_to_all_single(x(3), x(3), *splits, group=g)
+
+
 ALONE = {
     r"Expected 2 tensors, one per rank, got 3\.": lambda g: dist.all_gather(
         [x(), x(), x()], x(), g
@@ -195,23 +171,15 @@ ALONE = {
         dist.all_gather([x(), x(3)], x(), g)
     ),
     r"contiguous float32 with 4 elements \(2 ranks, 2 each\), got \(3,\)": lambda g: (
-        dist.all_gather_single(x(3), x(), g)
+        gather(x(3), g)
     ),
-    r"got \(2, 2\) float32 with strides \(1, 2\)": lambda g: dist.all_gather_single(
-        torch.ones(2, 2).T, x(), g
+    r"got \(2, 2\) float32 with strides \(1, 2\)": lambda g: gather(
+        torch.ones(2, 2).T, g
     ),
-    r"got \(4,\) float64": lambda g: dist.all_gather_single(
-        x(4, torch.float64), x(), g
-    ),
-    r"3 rows do not divide evenly among 2 ranks\.": lambda g: dist.all_to_all_single(
-        x(3), x(3), group=g
-    ),
-    r"to sum exactly to 3 ": lambda g: dist.all_to_all_single(
-        x(3), x(3), [1, 1], [1, 2], g
-    ),
-    r"Expected 2 tensors, one per rank, got 1\.": lambda g: dist.all_to_all_single(
-        x(3), x(3), [3], [1, 2], g
-    ),
+    r"got \(4,\) float64": lambda g: gather(x(4, torch.float64), g),
+    r"3 rows do not divide evenly among 2 ranks\.": swap(),
+    r"to sum exactly to 3 ": swap([1, 1], [1, 2]),
+    r"Expected 2 tensors, one per rank, got 1\.": swap([3], [1, 2]),
     r"broadcast: root is 7, but there are only 2 ranks\.": lambda g: dist.broadcast(
         x(), group_src=7, group=g
     ),
@@ -298,28 +266,6 @@ def test_deadlocks(name, schedule):
     assert "\n  rank 0: in #" in str(errors[0])
     row = "\n  rank 1: returned" if errors[1] is None else "\n  rank 1: in #"
     assert row in str(errors[0])
-
-
-def test_a_deadlock_is_none_while_a_rank_can_go_on():
-    """A rank that waits long is no dead-lock if another comes to it at last."""
-
-    def fn(world):
-        for _ in range(50):
-            if world.rank:
-                dist.send(x(), 0, world.group)
-            else:
-                dist.recv(x(), 1, world.group)
-            if world.rank == 2:
-                break
-        return "done"
-
-    def three(world):
-        if world.rank < 2:
-            fn(world)
-        dist.barrier(group=world.group)
-        return "done"
-
-    assert simulate(3, three, schedule=[2, 1, 2]).results == ("done",) * 3
 
 
 # Ranks that raise
@@ -420,9 +366,8 @@ def test_an_error_is_shown_though_its_rank_cleans_up_collectively():
         assert isinstance(context, PlannedError)
 
 
-@pytest.mark.parametrize("bucket", [25, 1e-5])
 @pytest.mark.parametrize("where", ["forward", "backward hook", "communication hook"])
-def test_errors_inside_ddp(where, bucket):
+def test_errors_inside_ddp(where):
     """Through torch's C++ they come as they were raised, and all ranks end."""
     planned = PlannedError("boom")
 
@@ -431,7 +376,7 @@ def test_errors_inside_ddp(where, bucket):
 
     def fn(world, group):
         net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        model = DistributedDataParallel(net, process_group=group, bucket_cap_mb=bucket)
+        model = DistributedDataParallel(net, process_group=group, bucket_cap_mb=1e-5)
         if world.rank == 1 and where == "forward":
             net[1].register_forward_hook(fail)
         if world.rank == 1 and where == "backward hook":
@@ -464,18 +409,6 @@ def test_errors_of_a_world_reach_through_ddp():
     errors, _ = told(2, fn)
     assert all(isinstance(error, Mismatch) for error in errors)
     assert "test_errors.py:" in str(errors[0])
-
-
-def test_different_models_under_ddp():
-    """torch compares the parameters itself, and each rank raises torch's error."""
-
-    def fn(world, group):
-        net = nn.Linear(2, 2 + world.rank)
-        DistributedDataParallel(net, process_group=group)
-
-    _, raised = told(2, fn)
-    assert isinstance(raised, RuntimeError)
-    assert "appears not to match sizes" in str(raised)
 
 
 def test_errors_of_a_nested_world():
@@ -557,13 +490,6 @@ def test_a_rank_that_swallows_errors_for_ever_is_unwound(everywhere):
             simulate(2, fn)
 
 
-def test_results_of_any_kind():
-    """Nothing is pickled: a rank may return what no process could send."""
-    lock = threading.Lock()
-    run = simulate(2, lambda world: (lock, lambda: world.rank))
-    assert [fn() for _, fn in run] == [0, 1]
-
-
 # What a simulated world has not
 
 
@@ -627,22 +553,6 @@ def _mesh_of_two_dims(world):
 def test_what_a_simulated_world_has_not_is_refused(call, message):
     """With what to do instead; nobody hangs, and nobody is silently alone."""
     with pytest.raises(af.errors.SimulationError, match=message):
-        simulate(2, call)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda w: dist.init_process_group("gloo"),
-        lambda w: dist.monitored_barrier(w.group),
-        lambda w: dist.split_group(split_ranks=[[0], [1]]),
-        lambda w: dist.shrink_group([1], group=w.group),
-        lambda w: dist.broadcast(x(), 7, w.group),
-    ],
-)
-def test_what_torch_refuses_itself(call):
-    """torch's own errors, of what needs another backend or no group before."""
-    with pytest.raises((ValueError, RuntimeError, TypeError)):
         simulate(2, call)
 
 

@@ -132,19 +132,3 @@ def test_a_fault_happens_where_it_is_planned(kind: type, rank: int, at: int) -> 
         simulate(3, fn, faults=[kind(rank, at)])
     assert made[rank] == at
     assert max(made) <= at
-
-
-@pytest.mark.parametrize("at", ["one", "two"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_fault_happens_at_its_label(rank, at):
-    """A label chooses the call that has it."""
-    made: list[list[str]] = [[], []]
-
-    def fn(world: af.World) -> None:
-        for label in ("one", "two"):
-            af.any_rank(flag=False, world=world, label=label)
-            made[world.rank].append(label)
-
-    with pytest.raises(RuntimeError, match="planned"):
-        simulate(2, fn, faults=[Raise(rank, at)])
-    assert made[rank] == ["one", "two"][: ["one", "two"].index(at)]

@@ -90,64 +90,37 @@ def rude(world):
     dist.barrier(group=world.group)
 
 
-def outcome_returns(world):
-    rude(world)
-
-
-def outcome_raises(world):
-    rude(world)
+def planned(world):
+    """Raise what was planned."""
     raise PlannedError
 
 
-def outcome_mismatch(world):
-    rude(world)
-    dist.all_gather([torch.ones(1)] * 2, torch.ones(1 + world.rank), world.group)
-
-
-def outcome_deadlock(world):
-    rude(world)
-    if world.rank:
-        dist.recv(torch.ones(1), 0, world.group)
-
-
-def outcome_exit(world):
-    rude(world)
-    raise SystemExit(world.rank)
-
-
-def outcome_nested(world):
-    rude(world)
-    simulate(2, outcome_raises if world.rank else outcome_returns)
-
-
-def outcome_of_torch(world):
-    rude(world)
-    dist.destroy_process_group()
-
-
+ENDS = {
+    "returns": lambda w: None,
+    "raises": planned,
+    "calls another shape": lambda w: dist.all_gather(
+        [torch.ones(1)] * 2, torch.ones(1 + w.rank), w.group
+    ),
+    "waits for ever": lambda w: w.rank and dist.recv(torch.ones(1), 0, w.group),
+    "exits": lambda w: sys.exit(w.rank),
+    "nests": lambda w: simulate(2, lambda inner: (rude(inner), w.rank and planned(w))),
+    "destroys": lambda w: dist.destroy_process_group(),
+}
 OUTCOMES = [
-    (outcome_returns, ()),
-    (outcome_returns, [Crash(1)]),
-    (outcome_returns, [Leave(0)]),
-    (outcome_returns, [Stall(0)]),
-    (outcome_raises, ()),
-    (outcome_mismatch, ()),
-    (outcome_deadlock, ()),
-    (outcome_exit, ()),
-    (outcome_nested, ()),
-    (outcome_of_torch, ()),
+    *((end, ()) for end in ENDS),
+    *(("returns", [fault]) for fault in (Crash(1), Leave(0), Stall(0))),
 ]
 
 
-@pytest.mark.parametrize(("fn", "faults"), OUTCOMES)
-def test_the_process_is_as_before(fn, faults):
+@pytest.mark.parametrize(("end", "faults"), OUTCOMES)
+def test_the_process_is_as_before(end, faults):
     """After any outcome: threads, random states, environment, registries, modes."""
     np.random.seed(3)
     np.random.randn()  # numpy keeps the second of a pair of normals
     torch.manual_seed(3)
     before = process()
     with contextlib.suppress(BaseException):
-        simulate(2, fn, faults=faults)
+        simulate(2, lambda w: (rude(w), ENDS[end](w)), faults=faults)
     after = process()
     for name, value in before.items():
         assert value == after[name], name
