@@ -58,27 +58,38 @@ def train(world: af.World, folder: Path) -> None:
         state, _ = step(state, batch)
 
 
+def failed(size: int, folder: Path) -> BaseException:
+    """Return what a run raised that left its bundles in a folder."""
+    with pytest.raises(FloatingPointError) as caught:
+        simulate(size, partial(train, folder=folder))
+    return caught.value
+
+
+def bundle_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "rank-00000.json").read_text())
+
+
+def changed(folder: Path, **fields: Any) -> None:
+    """Write other fields into the bundle of a run of one rank, which is made anew."""
+    failed(1, folder)
+    bundle = json.dumps({**bundle_of(folder), **fields})
+    (folder / "rank-00000.json").write_text(bundle)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_bundle_raises_what_the_run_raised(size, tmp_path):
-    with pytest.raises(FloatingPointError) as first:
-        simulate(size, partial(train, folder=tmp_path))
+    """States are saved as they were before the step."""
+    first = failed(size, tmp_path)
     with pytest.raises(FloatingPointError) as again:
         replay(tmp_path)
-    assert str(first.value).splitlines()[0] == str(again.value).splitlines()[0]
-    bundle = json.loads((tmp_path / "rank-00000.json").read_text())
+    assert str(first).splitlines()[0] == str(again.value).splitlines()[0]
+    bundle = bundle_of(tmp_path)
     assert bundle["size"] == size
     assert bundle["setup"] == [repr(SETUP)]
-    assert bundle["states"] is not None
-    assert ("backward at update 0" in str(bundle["latest"])) == (size > 1)
-
-
-def test_states_are_saved_as_they_were(tmp_path):
-    with pytest.raises(FloatingPointError):
-        simulate(1, partial(train, folder=tmp_path))
-    bundle = json.loads((tmp_path / "rank-00000.json").read_text())
     (fields,) = bundle["states"]
     assert fields["dict"]["step"] == 1
     assert fields["dict"]["cursor"] == {"list": [0, 4, None]}
+    assert ("backward at update 0" in str(bundle["latest"])) == (size > 1)
 
 
 def test_a_step_that_does_not_raise_leaves_nothing(tmp_path):
@@ -92,8 +103,7 @@ def test_a_step_that_does_not_raise_leaves_nothing(tmp_path):
 def test_an_older_run_on_more_ranks_is_not_replayed(size, tmp_path):
     """Though what its further ranks left is there still."""
     for each in (4, size):
-        with pytest.raises(FloatingPointError):
-            simulate(each, partial(train, folder=tmp_path))
+        failed(each, tmp_path)
     MADE.clear()
     with pytest.raises(FloatingPointError):
         replay(tmp_path)
@@ -104,8 +114,7 @@ def test_an_older_bundle_is_not_that_of_a_rank_that_left_none(tmp_path):
     """Where a rank was killed, what it had left in a run on fewer ranks is there still."""
     kept = ""
     for size in (2, 4):
-        with pytest.raises(FloatingPointError):
-            simulate(size, partial(train, folder=tmp_path))
+        failed(size, tmp_path)
         kept = kept or (tmp_path / "rank-00001.json").read_text()
     (tmp_path / "rank-00001.json").write_text(kept)
     with pytest.raises((CheckpointError, FloatingPointError)) as caught:
@@ -114,8 +123,7 @@ def test_an_older_bundle_is_not_that_of_a_rank_that_left_none(tmp_path):
 
 
 def test_a_missing_rank_is_named(tmp_path):
-    with pytest.raises(FloatingPointError):
-        simulate(2, partial(train, folder=tmp_path))
+    failed(2, tmp_path)
     (tmp_path / "rank-00001.json").unlink()
     with pytest.raises(
         CheckpointError, match=r"bundle of rank 1 is missing \(of 2 ranks\)"
@@ -126,12 +134,7 @@ def test_a_missing_rank_is_named(tmp_path):
 
 
 def test_a_run_that_does_not_raise_again_says_so(tmp_path):
-    with pytest.raises(FloatingPointError):
-        simulate(1, partial(train, folder=tmp_path))
-    path = tmp_path / "rank-00000.json"
-    bundle = json.loads(path.read_text())
-    bundle["make"]["name"] = "make_calm"
-    path.write_text(json.dumps(bundle))
+    changed(tmp_path, make={"module": __name__, "name": "make_calm"})
     with pytest.raises(SimulationError, match="this time the step raised no error"):
         replay(tmp_path)
 
@@ -139,12 +142,7 @@ def test_a_run_that_does_not_raise_again_says_so(tmp_path):
 @pytest.mark.slow
 def test_a_bundle_is_replayed_beside_its_script(tmp_path):
     """The command finds modules of the directory in which it is called, as the script did."""
-    with pytest.raises(FloatingPointError):
-        simulate(1, partial(train, folder=tmp_path))
-    path = tmp_path / "rank-00000.json"
-    bundle = json.loads(path.read_text())
-    bundle["make"] = {"module": "mine", "name": "make"}
-    path.write_text(json.dumps(bundle))
+    changed(tmp_path, make={"module": "mine", "name": "make"})
     (tmp_path / "mine.py").write_text(
         "def make(world):\n    raise OSError('it is mine')\n"
     )
@@ -222,14 +220,6 @@ def test_a_batch_is_given_again_in_all_its_parts(is_of_a_stream, tmp_path):
     assert ("Cursor" in str(first.value).partition("{")[2]) == (not is_of_a_stream)
 
 
-def changed(folder: Path, **fields: Any) -> None:
-    """Write other fields into the bundle of a run of one rank, which is made anew."""
-    with pytest.raises(FloatingPointError):
-        simulate(1, partial(train, folder=folder))
-    path = folder / "rank-00000.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-
 @pytest.mark.parametrize("number", [0, 2, "1", None])
 def test_another_format_is_not_read(number, tmp_path):
     """A bundle of another version is named, with what it is of and what is read."""
@@ -293,7 +283,7 @@ def test_states_of_which_one_is_over_are_not_saved(given, tmp_path):
     with pytest.raises(KeyError) as caught:
         crash_bundles(step, tmp_path, make=make)(states, torch.ones(4, 1))
     assert "The arguments of the step are in" in caught.value.__notes__[0]
-    bundle = json.loads((tmp_path / "rank-00000.json").read_text())
+    bundle = bundle_of(tmp_path)
     assert bundle["states"] is None
     assert len(bundle["setup"]) == 2
 

@@ -37,6 +37,10 @@ def player(size: int) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, size))
 
 
+def plain_states(world: af.World) -> Any:
+    return state_of(world, lambda: player(3))
+
+
 # A GAN: two states, each player's loss taken with the other one frozen.
 
 
@@ -118,8 +122,7 @@ def teacher_step(pair: Any, batch: Any) -> Any:
 
 
 def teacher(world: af.World) -> Any:
-    make = partial(state_of, world, lambda: player(3))
-    return {"student": make(), "teacher": make()}
+    return {"student": plain_states(world), "teacher": plain_states(world)}
 
 
 @pytest.mark.slow
@@ -127,11 +130,11 @@ def teacher(world: af.World) -> Any:
     ("step", "states"),
     [
         (gan_step, gan),
-        (sam_step, lambda world: state_of(world, lambda: player(3))),
+        (sam_step, plain_states),
         (teacher_step, teacher),
         (
             af.make_step(reconstruction),
-            lambda world: state_of(world, lambda: player(3)),
+            plain_states,
         ),
     ],
     ids=["gan", "sam", "mean teacher", "make_step"],
@@ -144,21 +147,10 @@ def test_batches_may_be_given():
     def rows(world: af.World) -> Iterator[torch.Tensor]:
         return iter(DATA[world.rank :: world.size].split(1))
 
-    check_step(
-        af.make_step(reconstruction),
-        states=lambda world: state_of(world, lambda: player(3)),
-        batches=rows,
-        sizes=(1, 2),
-        updates=2,
-    )
+    given = {"states": plain_states, "batches": rows}
+    check_step(_plain, **given, sizes=(1, 2), updates=2)
     with pytest.raises(ArgumentError, match=r"only \d batches for"):
-        check_step(
-            af.make_step(reconstruction),
-            states=lambda world: state_of(world, lambda: player(3)),
-            batches=rows,
-            sizes=(4,),
-            updates=4,
-        )
+        check_step(_plain, **given, sizes=(4,), updates=4)
 
 
 _plain = af.make_step(reconstruction)
@@ -185,10 +177,6 @@ def local_only(state: Any, batch: Any) -> Any:
     metrics, grads = gradient(state, batch, sync=False)
     params = {n: p - 0.1 * grads.tensors[n] for n, p in state.params.items()}
     return state.with_params(params), metrics
-
-
-def plain_states(world: af.World) -> Any:
-    return state_of(world, lambda: player(3))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +236,7 @@ def test_check_resume_finds_what_is_forgotten():
             state, metrics = _plain(state, batch)
             return state, {"loss": metrics["loss"] * len(taken)}
 
-        return state_of(world, lambda: player(3)), step
+        return plain_states(world), step
 
     with pytest.raises(LawError, match="saved and loaded after 1 updates"):
         check_resume(make, 3, sizes=(1,))
@@ -268,60 +256,11 @@ def test_check_resume_finds_sums_that_move():
             summed = af.all_reduce(mine, world)
             return state, {"sum": summed.flip(0) if len(taken) == 1 else summed}
 
-        return state_of(world, lambda: player(3)), step
+        return plain_states(world), step
 
     check_resume(make, 2, sizes=(1, 2))
     with pytest.raises(LawError, match="saved and loaded after 1 updates"):
         check_resume(make, 2)
-
-
-def test_wrong_arguments_are_refused():
-    with pytest.raises(ArgumentError, match="expected a function"):
-        check_step(3, states=plain_states)
-    with pytest.raises(ArgumentError, match="2 or more"):
-        check_step(_plain, states=plain_states, updates=1)
-    with pytest.raises(ArgumentError, match="1 or more"):
-        check_resume(lambda world: (plain_states(world), _plain), 0)
-
-
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
-        (None, "returned NoneType. Expected a TrainState, or a tuple"),
-        ((), r"returned \(\)\. Expected a TrainState"),
-        ((3, "a"), r"returned \(int, str\)\. Expected a TrainState"),
-    ],
-)
-def test_states_that_are_none_are_refused(made, words):
-    """What `states` returns is named by its types, before the step sees it."""
-    with pytest.raises(ArgumentError, match=words):
-        check_step(_plain, states=lambda _: made)
-
-
-def test_a_state_in_place_of_a_function_is_refused():
-    """Each run begins anew, so a function that makes the states is asked for."""
-    with pytest.raises(ArgumentError, match="expected a function.*got TrainState"):
-        check_step(_plain, states=plain_states(af.World.single()))
-    with pytest.raises(ArgumentError, match="expected a function.*got tuple"):
-        check_resume((plain_states(af.World.single()), _plain), 2)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("swap", "words"),
-    [
-        (lambda state, step: (step, state), r"\(function, TrainState\)"),
-        (lambda state, _: state, "TrainState"),
-        (lambda state, step: (state, step, 3), r"\(TrainState, function, int\)"),
-        (lambda state, _: (state, 3), r"\(TrainState, int\)"),
-    ],
-)
-def test_what_check_resume_makes_is_refused(swap, words):
-    """Anything but a state and its step is named by its types."""
-    with pytest.raises(
-        ArgumentError,
-        match=rf"make\(world\) returned {words}. Expected \(state, step\)",
-    ):
-        check_resume(lambda world: swap(plain_states(world), _plain), 3)
 
 
 def test_the_callers_environment_is_the_callers(monkeypatch):
@@ -331,3 +270,54 @@ def test_the_callers_environment_is_the_callers(monkeypatch):
     with laws._environment({"WORLD_SIZE": "2"}):
         assert (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == (None, "2")
     assert (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == ("7", None)
+
+
+def made(swap: Any) -> Any:
+    """Return a `make` whose state and step are swapped for other things."""
+    return lambda world: swap(plain_states(world), _plain)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: check_step(3, states=plain_states), "expected a function"),
+        (lambda: check_step(_plain, states=plain_states, updates=1), "2 or more"),
+        (lambda: check_resume(made(lambda *two: two), 0), "1 or more"),
+        (
+            lambda: check_step(_plain, states=lambda _: None),
+            "returned NoneType. Expected a TrainState, or a tuple",
+        ),
+        (
+            lambda: check_step(_plain, states=lambda _: ()),
+            r"returned \(\)\. Expected a TrainState",
+        ),
+        (
+            lambda: check_step(_plain, states=lambda _: (3, "a")),
+            r"returned \(int, str\)\. Expected a TrainState",
+        ),
+        (
+            lambda: check_step(_plain, states=plain_states(af.World.single())),
+            "expected a function.*got TrainState",
+        ),
+        (
+            lambda: check_resume((plain_states(af.World.single()), _plain), 2),
+            "expected a function.*got tuple",
+        ),
+        *(
+            (
+                lambda swap=swap: check_resume(made(swap), 3),
+                rf"make\(world\) returned {words}. Expected \(state, step\)",
+            )
+            for swap, words in [
+                (lambda state, step: (step, state), r"\(function, TrainState\)"),
+                (lambda state, _: state, "TrainState"),
+                (lambda *two: (*two, 3), r"\(TrainState, function, int\)"),
+                (lambda state, _: (state, 3), r"\(TrainState, int\)"),
+            ]
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(call, words):
+    """By their types, before the step sees them."""
+    with pytest.raises(ArgumentError, match=words):
+        call()

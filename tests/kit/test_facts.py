@@ -44,9 +44,10 @@ class NamesNoEntry:
 
 @af.transform
 class RankInItsSlot:
-    """Keeps what is this rank's own, and says so or does not."""
+    """Keeps what is this rank's own, and says so or does not; the rest may drift."""
 
     says: bool = True
+    drifts: bool = False
 
     @property
     def tells(self) -> Mapping[str, Any]:
@@ -57,7 +58,8 @@ class RankInItsSlot:
 
     def after_update(self, state: af.TrainState, slot: Any, update: af.Update) -> Any:
         mine = slot["mine"] + 1 + update.world.rank
-        return state, {"mine": mine, "all": slot["all"] + 1}
+        count = update.world.rank if self.drifts else slot["all"] + 1
+        return state, {"mine": mine, "all": count}
 
     def merge(self, slots: Sequence[Any], world: af.World) -> tuple[list[float], Any]:
         mine = max(each["mine"] for each in slots)
@@ -132,32 +134,12 @@ def test_what_is_told_must_be_so(lie):
 
 
 def test_what_differs_by_rank_is_told_by_entry():
-    """An entry that is told may differ; without a word, ranks that hold it have drifted."""
+    """An entry that is told may differ; its neighbours, or all without a word, have drifted."""
     check_transform(RankInItsSlot(), sizes=(2,), problems=ONE)
     with pytest.raises(LawError, match=r"(?s)replicas_agree.*by_rank"):
         check_transform(RankInItsSlot(says=False), sizes=(2,), problems=ONE)
-
-
-def test_other_entries_of_such_a_slot_must_agree():
-    """What one entry is free to be, its neighbours are not."""
-
-    @af.transform
-    class Drifts:
-        tells: ClassVar[Mapping[str, Any]] = {"by_rank": ("mine",)}
-
-        def init(self, state: af.TrainState) -> dict[str, int]:
-            return {"mine": 0, "all": 0}
-
-        def after_update(self, state: Any, slot: Any, update: af.Update) -> Any:
-            return state, {"mine": slot["mine"], "all": update.world.rank}
-
-        def merge(
-            self, slots: Sequence[Any], world: af.World
-        ) -> tuple[list[float], Any]:
-            return [1.0] * len(slots), slots[0]
-
     with pytest.raises(LawError, match=r"(?s)replicas_agree.*'all'"):
-        check_transform(Drifts(), sizes=(2,), problems=ONE)
+        check_transform(RankInItsSlot(drifts=True), sizes=(2,), problems=ONE)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +158,7 @@ def test_other_entries_of_such_a_slot_must_agree():
         ({"without": ("after_updat",)}, r"without is \('after_updat',\)"),
         ({"without": "grads"}, "without is 'grads'"),
         ({"tells": {"by_rank": "rest"}}, "expected a tuple of strings"),
+        ({"tells": ["recomputes"]}, r"Mine\(\).tells is \['recomputes'\]"),
         ({"refuses": {"grads": True}}, "expected a sentence"),
         (
             {"tells": {}, "__annotations__": {"tells": dict}},
@@ -226,14 +209,14 @@ def test_two_ways_to_compress_are_refused():
         af.chain(af.wrap_ddp(), mine, af.compress_grads("bf16"))
 
 
-def test_a_field_may_be_needed():
-    body = {"needs": {"engine": "needs an engine."}}
-    mine = af.transform(type("Mine", (), body))()
-    model, optimizer = (lambda: nn.Linear(1, 1)), torch.optim.SGD
-    whole = af.chain(mine, af.wrap_ddp())
-    af.TrainState.create(model=model, optimizer=optimizer, setup=whole)
-    with pytest.raises(CompositionError, match="needs an engine"):
-        af.TrainState.create(model=model, optimizer=optimizer, setup=mine)
+@pytest.mark.parametrize("needed", ["engine", "buckets"])
+def test_what_is_needed_is_asked_for_where_a_state_is(needed):
+    """A field or a fact: a part of a chain may lack it, and a state's setup may not."""
+    body = {"needs": {needed: "needs another."}}
+    part = af.chain(af.transform(type("Mine", (), body))())
+    linear_state(setup=af.chain(af.wrap_ddp(), part))
+    with pytest.raises(CompositionError, match=r"Mine\(\) needs another"):
+        linear_state(setup=part)
 
 
 def _state(setup: Any = None, **given: Any) -> af.TrainState:
@@ -337,30 +320,6 @@ def test_a_fact_of_ones_own_is_refused_by_another():
     for pair in ((Exact(), Quantizes()), (Quantizes(), Exact())):
         with pytest.raises(CompositionError, match=told):
             af.chain(*pair)
-
-
-def test_what_is_needed_is_asked_for_where_a_state_is():
-    """A part of a chain may lack what another part has; a state's setup may not."""
-
-    @af.transform
-    class Needs:
-        needs: ClassVar[Mapping[str, str]] = {"buckets": "has nothing to do."}
-
-    part = af.chain(Needs())
-    model, optimizer = (lambda: nn.Linear(1, 1)), torch.optim.SGD
-    whole = af.chain(af.wrap_ddp(), part)
-    af.TrainState.create(model=model, optimizer=optimizer, setup=whole)
-    with pytest.raises(CompositionError, match=r"Needs\(\) has nothing to do"):
-        af.TrainState.create(model=model, optimizer=optimizer, setup=part)
-
-
-def test_facts_are_a_mapping():
-    @af.transform
-    class Lists:
-        tells: ClassVar[Any] = ["recomputes"]
-
-    with pytest.raises(ArgumentError, match=r"Lists\(\).tells is \['recomputes'\]"):
-        af.chain(Lists())
 
 
 def test_an_init_that_gives_nothing_makes_no_slot():

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR
 
 import accelfn as af
 from accelfn.errors import ArgumentError, LawError
@@ -180,76 +180,41 @@ def swapped(i: int) -> slice:
     return slice(8 * i, 8 * i + 8)
 
 
-FEW = {"reports": ("loss",)}
+GRADS = {"reports": ("grads",)}
+LOSS = {"reports": ("loss",)}
 ADAM = {"make": torch.optim.Adam, "options": {"lr": 0.01, "eps": 1e-3}}
-MISTAKES = {
-    "a forgotten scheduler step": (
-        *({}, {"schedule": False}),
-        "After update 0 (counted from 0), lr",
-    ),
-    "a forgotten scheduler step, unreported": (
-        *(FEW, {"schedule": False, **FEW}),
-        "After update 1 (counted from 0), params",
-    ),
-    "a mean of means": (
-        *({}, {"mean_of_means": True}),
-        "After update 0 (counted from 0), loss",
-    ),
-    "a mean of means, with the loss unreported": (
-        *({"reports": ("grads",)}, {"mean_of_means": True, "reports": ("grads",)}),
-        "After update 0 (counted from 0), grads",
-    ),
-    "another order of batches": (
-        *({}, {"order": swapped}),
-        "After update 1 (counted from 0), batch",
-    ),
-    "a missing clip": (*({}, {"clip": None}), "After update 0 (counted from 0), grads"),
-    "a missing clip, with Adam and gradients unreported": (
-        *({"reports": ("optimizer",), **ADAM},),
-        {"clip": None, "reports": ("optimizer",), **ADAM},
-        "After update 0 (counted from 0), opt_state",
-    ),
-    "a weight decay": (
-        *({},),
-        {"options": {"lr": 0.25, "momentum": 0.5, "weight_decay": 0.01}},
-        "Before the first update, hyper",
-    ),
-    "a weight decay, unreported": (
-        *(FEW,),
-        {"options": {"lr": 0.25, "momentum": 0.5, "weight_decay": 0.01}, **FEW},
-        "After update 0 (counted from 0), params",
-    ),
-    "other seeds of dropout": (
-        *({"model": with_dropout(), "seed": 0}, {"model": with_dropout(), "seed": 1}),
-        "After update 0 (counted from 0), loss",
-    ),
-    "a model left in evaluation mode": (
-        *({"model": with_dropout()}, {"model": with_dropout().eval()}),
-        "After update 0 (counted from 0), loss",
-    ),
-    "gradients that are not zeroed": (
-        *({}, {"zero_grad": False}),
-        "After update 1 (counted from 0), grads",
-    ),
-    "another beginning": (
-        *({}, {"model": drawn_model(1)}),
-        "Before the first update, params",
-    ),
+ADAM |= {"reports": ("optimizer",)}
+DROPS = {"model": with_dropout()}
+DECAYS = {"options": {"lr": 0.25, "momentum": 0.5, "weight_decay": 0.01}}
+BEFORE = "Before the first update"
+AFTER_0, AFTER_1 = (f"After update {i} (counted from 0)" for i in (0, 1))
+MISTAKES = {  # options of both loops, of the new one, and where they part
+    "a forgotten scheduler step": ({}, {"schedule": False}, AFTER_0, "lr"),
+    "the same, unreported": (LOSS, {"schedule": False}, AFTER_1, "params"),
+    "a mean of means": ({}, {"mean_of_means": True}, AFTER_0, "loss"),
+    "the same, unreported loss": (GRADS, {"mean_of_means": True}, AFTER_0, "grads"),
+    "another order of batches": ({}, {"order": swapped}, AFTER_1, "batch"),
+    "a missing clip": ({}, {"clip": None}, AFTER_0, "grads"),
+    "the same, with Adam": (ADAM, {"clip": None}, AFTER_0, "opt_state"),
+    "a weight decay": ({}, DECAYS, BEFORE, "hyper"),
+    "the same, unreported options": (LOSS, DECAYS, AFTER_0, "params"),
+    "other seeds of dropout": ({**DROPS, "seed": 0}, {"seed": 1}, AFTER_0, "loss"),
+    "evaluation mode": (DROPS, {"model": with_dropout().eval()}, AFTER_0, "loss"),
+    "gradients that are not zeroed": ({}, {"zero_grad": False}, AFTER_1, "grads"),
+    "another beginning": ({}, {"model": drawn_model(1)}, BEFORE, "params"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_of_a_port_is_named_where_it_begins(mistake):
     """The first update and the first quantity that differ, causes before effects."""
-    one, two, where = MISTAKES[mistake]
-    lines = refused(partial(by_hand, **one), partial(by_hand, **two))
-    assert lines[0] == f"{where} {FIRST}"
-    name = where.split()[-1]
+    both, mine, where, name = MISTAKES[mistake]
+    new = partial(by_hand, **{**both, **mine})
+    lines = refused(partial(by_hand, **both), new)
+    assert lines[0] == f"{where}, {name} {FIRST}"
     assert lines[1].startswith(f"  {name}")
     assert any(line.startswith("Check ") for line in lines)
-    assert compare_loops(
-        partial(by_hand, **two), partial(by_hand, **two), steps=3
-    ).is_exact
+    assert compare_loops(new, new, steps=3).is_exact
 
 
 def told(*reports: dict[str, object]) -> Loop:
@@ -346,12 +311,15 @@ def test_a_loop_that_ends_early_is_a_difference():
 
 def test_loops_that_both_end_early_are_not_compared_in_silence():
     """Fewer updates than were asked for are an error."""
-    with pytest.raises(ArgumentError, match="both loops ended after 3 updates"):
-        compare_loops(by_hand, by_hand, steps=4)
-    with pytest.raises(ArgumentError, match="both loops ended after 0 updates"):
-        compare_loops(told(), told(), steps=1)
-    with pytest.raises(ArgumentError, match="both loops ended after 0 updates"):
-        compare_loops(lambda: iter([]), lambda: iter([]), steps=1)
+    for loop, steps, count in (
+        (by_hand, 4, 3),
+        (told(), 1, 0),
+        (lambda: iter([]), 1, 0),
+    ):
+        with pytest.raises(
+            ArgumentError, match=f"both loops ended after {count} updates"
+        ):
+            compare_loops(loop, loop, steps=steps)
 
 
 def test_a_loop_must_say_what_it_begins_with():
@@ -455,15 +423,6 @@ def test_quantities_of_a_state_include_what_transforms_set():
     assert report["hyper"]["weight_decay"] == [0.125]
 
 
-def test_a_cyclic_scheduler_shows_in_momentum():
-    """What a scheduler changes beside the learning rate is reported too."""
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    before = quantities(model, optimizer)["hyper"]["momentum"]
-    OneCycleLR(optimizer, max_lr=1.0, total_steps=10)
-    assert quantities(model, optimizer)["hyper"]["momentum"] != before
-
-
 def test_a_wrapped_module_has_its_own_names():
     """DistributedDataParallel and DataParallel put nothing before them."""
 
@@ -478,40 +437,15 @@ def test_a_wrapped_module_has_its_own_names():
     ]
 
 
-def test_gradients_are_those_of_the_mean():
-    """Of `af.Grads`, whose totals are not divided yet, and of a module."""
-    model = copy.deepcopy(MODEL)
-    batch = INPUTS[:8], TARGETS[:8]
-    mean_squares(model, batch).backward()
-    state = af.TrainState.create(model=copy.deepcopy(MODEL), optimizer=torch.optim.SGD)
-
-    def total(net, batch):
-        return af.Loss((net(batch[0]) - batch[1]).square().sum() / 2, len(batch[0]))
-
-    _, grads = af.value_and_grad(total)(state, batch)
-    reports = [quantities(grads=each) for each in (model, grads)]
-    compare_loops(*(told(each) for each in reports), steps=1, rtol=1e-12)
-    after = af.apply_grads(state, grads)
-    assert sorted(reports[1]["grads"]) == sorted(after.params)
-
-
 def test_a_batch_is_its_value_or_its_micro_batches():
     """So that a port may report the batch it stepped over."""
-    data = af.Data((INPUTS, TARGETS), global_batch_size=8)
-    for setup, value in (
-        (None, [INPUTS[:8], TARGETS[:8]]),
-        (
-            af.accumulate(num_micro_batches=2),
-            [[INPUTS[:4], TARGETS[:4]], [INPUTS[4:8], TARGETS[4:8]]],
-        ),
-    ):
-        state = af.TrainState.create(
-            model=copy.deepcopy(MODEL),
-            optimizer=torch.optim.SGD,
-            data=data,
-            setup=setup,
-        )
-        batch = next(iter(af.batches(state)))
+    parts = [
+        [each[rows] for each in (INPUTS, TARGETS)] for rows in (slice(4), slice(4, 8))
+    ]
+    twice = af.accumulate(num_micro_batches=2)
+    for setup, value in ((None, [INPUTS[:8], TARGETS[:8]]), (twice, parts)):
+        data = af.Data((INPUTS, TARGETS), global_batch_size=8)
+        batch = next(iter(af.batches(linear_state(3, 2, data=data, setup=setup))))
         one, two = told(quantities(batch=batch)), told({"batch": value})
         assert compare_loops(one, two, steps=1).is_exact
 
@@ -530,13 +464,15 @@ def test_what_quantities_cannot_read_is_refused():
 @pytest.mark.parametrize("weight", [1, 4])
 @pytest.mark.parametrize("setup", [None, af.autocast("fp16", init_scale=1024.0)])
 def test_quantities_of_gradients_are_those_of_the_mean(setup, weight):
-    """Whatever the loss was scaled by, and however much it weighs."""
-    state = linear_state(2, setup=setup)
+    """Whatever the loss was scaled by, and however much it weighs; and those of a module."""
+    state, model, rows = linear_state(2, setup=setup), nn.Linear(2, 1), torch.ones(4, 2)
 
     def loss(model, batch):
         return af.Loss(model(batch).mean() * weight, weight)
 
-    _, grads = af.value_and_grad(loss)(state, torch.ones(4, 2))
-    told = quantities(grads=grads)["grads"]
-    assert told["weight"].flatten().tolist() == [1.0, 1.0]
-    assert told["bias"].tolist() == [1.0]
+    _, grads = af.value_and_grad(loss)(state, rows)
+    model(rows).mean().backward()
+    for each in (grads, model):
+        told = quantities(grads=each)["grads"]
+        assert told["weight"].flatten().tolist() == [1.0, 1.0]
+        assert told["bias"].tolist() == [1.0]

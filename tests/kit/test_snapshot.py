@@ -111,18 +111,6 @@ def test_sends_are_listed_in_order_of_ranks(tmp_path_factory, schedule):
     )
 
 
-def test_sends_are_listed_by_ranks(tmp_path):
-    """Whichever came first, in one order behind the collectives of their update."""
-    sends = [entry(kind="send", op=None, ranks=(0, rank)) for rank in (2, 1)]
-    text = text_of(logged(*sends, entry()), tmp_path)
-    assert text == text_of(logged(entry(), *reversed(sends)), tmp_path)
-    assert [line.split()[0] for line in text.splitlines()[3:]] == [
-        "all_reduce",
-        "send",
-        "send",
-    ]
-
-
 def test_equal_updates_are_listed_once(tmp_path):
     """Ranges of updates, and periods; equal calls in a row are counted."""
     run = strategies.Run(setup=DDP, updates=6)
