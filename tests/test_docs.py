@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
 import accelfn as af
+from tests import facts
 from tests.waiting import HANGS
 
 ROOT = Path(__file__).parents[1]
@@ -31,12 +33,7 @@ SLOW_PAGES = {
 """Whose blocks train for seconds, or start processes."""
 NEEDS = {
     "docs/reference/deepspeed.md": ["deepspeed"],
-    "docs/how-to/libraries.md": [
-        "hydra",
-        "torch_geometric",
-        "webdataset",
-        "bitsandbytes",
-    ],
+    "docs/how-to/libraries.md": ["hydra", "torch_geometric", "webdataset", "bitsandbytes"],
     "docs/how-to/mixup-and-cutmix.md": ["timm", "torchvision"],
 }
 """Packages that a page's code imports, and that an installation may lack."""
@@ -50,6 +47,7 @@ ABSOLUTE_PATH = re.compile(  # but the first line of a script, and what each Lin
     r"(?<![\w.:/<`!])/(?!dev/shm)[A-Za-z]\w*/[\w./-]+"
 )
 
+LAUNCH = ["-m", "accelfn", "launch", "--nproc", "2"]
 OPTIONS = doctest.ELLIPSIS
 BLOCKS = Sybil(parsers=[PythonCodeBlockParser(doctest_optionflags=OPTIONS)])
 
@@ -77,12 +75,6 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_a_page_begins_with_its_title(page):
-    """Nothing stands above it."""
-    assert page.read_text().startswith("# ")
 
 
 @pytest.mark.parametrize(
@@ -114,8 +106,10 @@ def test_every_docstring_example_runs(path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_every_link_of_a_page_leads_somewhere(page):
-    """Relative links name a file that exists, and a heading that it has."""
+def test_a_page_can_be_read_anywhere(page):
+    """It begins with its title, links to files and headings that exist, and names no machine."""
+    assert page.read_text().startswith("# ")
+    assert ABSOLUTE_PATH.findall(page.read_text()) == []
     for link in LINK.findall(FENCED.sub("", page.read_text())):
         if link.startswith(("https://", "http://")):
             continue
@@ -130,12 +124,6 @@ def test_every_law_is_in_the_index():
     assert {path.name for path in LAWS.parent.glob("test_*.py")} <= linked
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_a_page_names_no_absolute_path(page):
-    """What a page shows does not depend on the machine it was written on."""
-    assert ABSOLUTE_PATH.findall(page.read_text()) == []
-
-
 @pytest.fixture(scope="module")
 def front_page(tmp_path_factory):
     """README's first block as a script, and the losses that it prints on one process."""
@@ -147,13 +135,8 @@ def front_page(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
-    [
-        pytest.param(["-m", "accelfn", "launch", "--nproc", "2"], id="accelfn"),
-        pytest.param(
-            ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-            id="torchrun",
-        ),
-    ],
+    [LAUNCH, ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]],
+    ids=["accelfn", "torchrun"],
 )
 def test_the_front_page_runs_on_two_processes(front_page, launcher):
     """The script trains on two ranks as on one, up to bfloat16's rounding."""
@@ -170,7 +153,7 @@ def test_a_port_from_accelerate_is_warned_of_nothing(tmp_path):
     port, *_ = (e.parsed for e in BLOCKS.parse(page) if "from_env" in str(e.parsed))
     script = tmp_path / "port.py"
     script.write_text(port)
-    assert printed_losses(["-m", "accelfn", "launch", "--nproc", "2"], script) == []
+    assert printed_losses(LAUNCH, script) == []
 
 
 def printed_losses(launcher: list[str], script: Path) -> list[float]:
@@ -187,3 +170,62 @@ def printed_losses(launcher: list[str], script: Path) -> list[float]:
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     return [float(loss) for loss in re.findall(r"'loss': ([\d.e+-]+)", done.stdout)]
+
+
+@pytest.mark.parametrize("page", [facts.PAGE, facts.SUMMARY])
+def test_the_tables_of_a_page_are_those_of_the_code(page):
+    """`python -m tests.facts` writes them."""
+    text = page.read_text(encoding="utf-8")
+
+    assert "<!-- facts -->" in text
+    assert text == facts.page(page)
+
+
+def test_the_table_of_deepspeed_is_that_of_the_code():
+    """`python -m tests.facts` writes it, if DeepSpeed is installed."""
+    pytest.importorskip("deepspeed")
+    text = facts.DEEPSPEED.read_text(encoding="utf-8")
+
+    assert "`af.wrap_deepspeed(2)` |" in text
+    assert text == facts.page(facts.DEEPSPEED)
+
+
+def test_every_public_transform_is_shown():
+    """Each card begins with an example, and each variant has a card."""
+    shown = facts.shown(facts.cards())
+    assert {type(each) for each in shown} == facts.public() - {af.wrap_deepspeed}
+    assert all(each in shown for each in facts.VARIANTS)
+
+
+def test_every_fact_is_told_by_one():
+    """A fact that no transform of accelfn's tells would be nobody's to try."""
+    shown = facts.shown(facts.cards())
+    told = {fact for each in shown for fact in facts.facts_of(each)}
+
+    assert told == set(facts.FACTS)
+
+
+PICTURES = sorted(ROOT.glob("docs/pictures/*.svg"))
+
+
+def test_every_picture_is_up_to_date(tmp_path):
+    """Drawn anew they are the same; `python docs/pictures/draw.py` writes them all."""
+    command = sys.executable, "docs/pictures/draw.py", str(tmp_path)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=HANGS)
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert drawn == {path.name: path.read_text() for path in PICTURES}
+
+
+@pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
+def test_a_picture_is_told_in_words(path):
+    """It has a title and a description, and pages that show it say its title."""
+    title, words = ET.parse(path).getroot()[:2]  # noqa: S314
+    shown = [
+        said
+        for page in PAGES
+        for said, link in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page.read_text())
+        if (page.parent / link).resolve() == path
+    ]
+    assert shown
+    assert set(shown) == {title.text}
+    assert len(words.text) > 100

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test the structure of the package: its folders, their sizes, and their imports."""
+"""Test the structure of the package: its folders, their sizes, imports, and roles of ranks."""
 
 import ast
 import re
@@ -14,16 +14,8 @@ from tests import house
 from tests.style.bounds import SATELLITES, tracked
 
 _PUBLIC_MODULES = (
-    *(
-        "errors",
-        "testing",
-        "testing.strategies",
-        "schedules",
-        "orders",
-        "track",
-        "typing",
-        "plug",
-    ),
+    *("errors", "testing", "testing.strategies", "schedules", "orders", "track"),
+    *("typing", "plug"),
 )
 
 
@@ -51,14 +43,8 @@ def test_the_page_on_design_is_the_house():
     text = house.PAGE.read_text(encoding="utf-8")
 
     assert text == house.page(text)
-
-
-@pytest.mark.parametrize("folder", house.folders(), ids=house.name_of)
-def test_the_page_on_design_names_a_room_once(folder):
-    """Each folder has one row."""
-    text = house.PAGE.read_text(encoding="utf-8")
-
-    assert text.count(f"| `{house.name_of(folder)}` |") == 1
+    for folder in house.folders():
+        assert text.count(f"| `{house.name_of(folder)}` |") == 1
 
 
 def test_the_picture_follows_the_contract():
@@ -146,3 +132,47 @@ def _modules_of(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ImportFrom):
         return [node.module or ""]
     return [each.name for each in node.names] if isinstance(node, ast.Import) else []
+
+
+BELOW = ("world", "collectives", "checkpoint", "launching", "testing")
+"""Folders that may read `world.rank`: they create worlds, or work on all ranks of a world."""
+
+
+GIVEN = {
+    "loop/control.py": "prints, logs, waits and runs on the ranks that the caller names",
+    "loop/profiling.py": "a file for each rank of the caller's world",
+    "loop/memory.py": "the ranks of the caller's world find one batch size together",
+    "loop/evaluate.py": "gives parts to the ranks that the caller names",
+    "data/consistency.py": "all ranks that take samples hold the same data",
+    "data/loaders.py": "errors name the rank of the state's world",
+    "state/state.py": "compares what the ranks of the caller's world hold",
+    "engine/runner.py": "an order of calls is that of one group of ranks",
+    "track/throughput.py": "counts the devices of the state's world",
+    "engine/doctor.py": "all ranks of the state's world build an engine together",
+}
+"""Files that may read `world.rank`, each with the reason."""
+
+
+WORDS = ("rank", "size", "group")
+
+
+def asked(path: Path) -> list[int]:
+    """Return the lines in which a world is asked as it is."""
+    lines: list[int] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr in WORDS:
+            owner = node.value
+            name = getattr(owner, "id", None) or getattr(owner, "attr", None)
+            if name in ("world", "_world"):
+                lines.append(node.lineno)
+    return lines
+
+
+def test_a_world_is_asked_by_role():
+    """`world.batch`, `world.loss` or an axis; the world as it is only where that is meant."""
+    found = {
+        path.relative_to(house.PACKAGE).as_posix()
+        for path in house.PACKAGE.rglob("*.py")
+        if path.relative_to(house.PACKAGE).parts[0] not in BELOW and asked(path)
+    }
+    assert found == GIVEN.keys()
