@@ -273,7 +273,7 @@ def of_fsdp(_: int, *, optimizer: str) -> tuple[Any, Any]:
 def test_a_loop_by_hand_does_the_same(programs, size):
     """torch's parallelize_module and fully_shard, and Megatron's layers, on real processes."""
     ours, theirs = programs(size)
-    axes = ours.keywords["lying"].axes if "lying" in ours.keywords else {}
+    axes = ours.keywords["lying"].axes if "lying" in ours.keywords else None
     for one, other in zip(
         run_ranks(size, ours, axes=axes),
         run_ranks(size, theirs, axes=axes),

@@ -33,7 +33,11 @@ def never(state, batch):
 
 def test_what_is_due_when():
     """Each period by itself, in the order given; numbers of an update are tracked at once."""
-    done, tracked = [], []
+    done, tracked, weights = [], [], []
+
+    def weigh(_, metrics):
+        """Return nothing; what was seen since the last call is summed up."""
+        weights.append(float(metrics.sums["loss"].weight))
 
     def say(what):
         def action(state, metrics):
@@ -47,44 +51,25 @@ def test_what_is_due_when():
         fresh(),
         STEP,
         until=af.epochs(2),
-        actions={af.epochs(1): say("epoch"), 2: [say("two"), say("also")]},
+        actions={
+            af.epochs(1): say("epoch"),
+            2: [say("two"), say("also")],
+            af.epochs(2): weigh,
+            4: weigh,
+        },
         track=lambda numbers, update: tracked.append((update, dict(numbers))),
     )
     assert done == [
         *(("two", 2), ("also", 2), ("epoch", 3), ("two", 4), ("also", 4)),
         *(("epoch", 6), ("two", 6), ("also", 6)),
     ]
+    assert weights == [16.0, 24.0]
     assert tracked == [
         (2, {"two": 2, "also": 2}),
         (3, {"epoch": 3}),
         (4, {"two": 4, "also": 4}),
         (6, {"epoch": 6, "two": 6, "also": 6}),
     ]
-
-
-def test_metrics_are_those_since():
-    """An action gets the sum of what was seen since it was last called."""
-    weights = []
-    actions = {
-        2: lambda _, metrics: weights.append(float(metrics.sums["loss"].weight)),
-        af.epochs(2): lambda _, metrics: weights.append(
-            -float(metrics.sums["loss"].weight)
-        ),
-    }
-    af.run(fresh(), STEP, until=7, actions=actions)
-    assert weights == [8.0, 8.0, 8.0, -24.0]
-
-
-@pytest.mark.parametrize(
-    ("until", "step"),
-    [(4, 4), (af.epochs(2), 6), (lambda state: state.cursor.samples == 8, 2)],
-)
-def test_the_end(until, step):
-    """A number of updates in all, of epochs, or what a function says; at the end it ends."""
-    state = af.run(fresh(), STEP, until=until)
-    assert step == state.step
-    again = af.run(state, STEP, until=until)
-    assert again is state
 
 
 def test_an_update_that_was_skipped_is_not_done_twice(tmp_path):
@@ -128,105 +113,59 @@ def test_the_best_is_kept(tmp_path):
 
 def test_nothing_is_trained_in_vain(tmp_path):
     """With a store that has the end already, nothing is read, trained or saved."""
-    with af.CheckpointStore(tmp_path) as store:
-        first = af.run(fresh(), STEP, until=3, store=store)
-        assert store.steps == (3,)
-        again = af.run(fresh(), never, until=3, store=store)
-        assert store.steps == (3,)
-    assert again.step == 3
+    with af.CheckpointStore(tmp_path) as store:  # saved to at the end alone
+        until = lambda state: state.cursor.samples == 8  # noqa: E731
+        first = af.run(fresh(), STEP, until=until, store=store)
+        assert af.run(first, never, until=until) is first
+        assert store.steps == (first.step,) == (2,)
+        again = af.run(fresh(), never, until=until, store=store)
+        assert store.steps == (again.step,) == (2,)
+        with pytest.raises(af.errors.ArgumentError, match="has no period"):
+            store.due(again)
     assert torch.equal(first.params["weight"], again.params["weight"])
-
-
-def test_a_tracker_of_a_backend(tmp_path):
-    """Any tracker of `af.track` takes the numbers."""
-    world = af.World.single()
-    with af.track.jsonl(tmp_path / "run.jsonl", world=world) as tracker:
-        af.run(
-            fresh(),
-            STEP,
-            until=4,
-            actions={2: lambda state, metrics: metrics.all_reduce_mean(state.world)},
-            track=tracker,
-        )
-    assert [*af.track.read(tmp_path / "run.jsonl").metrics["loss"]] == [2, 4]
 
 
 BAD = {
     "no end": {"until": 0},
     "a text": {"until": "3 epochs"},
     "true": {"until": True},
-    "no mapping": {"until": 1, "actions": [print]},
-    "no period": {"until": 1, "actions": {0: print}},
-    "half a period": {"until": 1, "actions": {0.5: print}},
-    "no action": {"until": 1, "actions": {1: "log"}},
-    "no actions": {"until": 1, "actions": {1: [print, None]}},
-    "no step": {"until": 1, "step": 5},
-    "no state": {"until": 1, "state": 5},
-    "no tracker": {"until": 1, "actions": {1: print}, "track": 5},
-    "a file to track in": {"until": 1, "actions": {1: print}, "track": "run.jsonl"},
-    "no store": {"until": 1, "store": 5},
-    "a directory": {"until": 1, "store": "checkpoints"},
-    "a path": {"until": 1, "actions": {1: lambda *_: "path"}},
+    "no mapping": {"actions": [print]},
+    "no period": {"actions": {0: print}},
+    "half a period": {"actions": {0.5: print}},
+    "no action": {"actions": {1: "log"}},
+    "no actions": {"actions": {1: [print, None]}},
+    "no step": {"step": 5},
+    "no state": {"state": 5},
+    "no tracker": {"actions": {1: print}, "track": 5},
+    "a file to track in": {"actions": {1: print}, "track": "run.jsonl"},
+    "no store": {"store": 5},
+    "a directory": {"store": "checkpoints"},
+    **{
+        f"returned {returned}": {"step": lambda *_, found=returned: found}
+        for returned in (None, 5, (), ("state", af.Metrics({})), af.Metrics({}))
+    },
 }
-
-
-def test_the_order_of_before_says_the_new_one():
-    """The state comes first, as in every other call."""
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"Write\s+af\.run\(state, step, until"
-    ):
-        af.run(STEP, fresh(), until=1)
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_what_has_no_meaning(case):
-    """It is refused before anything is trained, but for what an action returns."""
-    state = fresh()
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"af\.run.*expected|returned 'path'"
-    ):
-        af.run(**{"step": STEP, "state": state, **BAD[case]})
-    if case != "a path":
-        assert state.params["weight"] is not None
-
-
-@pytest.mark.parametrize("actions", [{}, {1: []}])
-def test_a_tracker_with_nothing_to_track(actions):
-    """Where no action could return numbers, a tracker is refused and not forgotten."""
-    told = []
-    with pytest.raises(af.errors.ArgumentError, match="would receive nothing"):
-        af.run(
-            fresh(),
-            never,
-            until=1,
-            actions=actions,
-            track=lambda *each: told.append(each),
-        )
-    assert not told
+ADVISED = [
+    ({"state": STEP, "step": fresh()}, r"Write\s+af\.run\(state, step, until"),
+    ({"actions": {1: lambda *_: "path"}, "step": STEP}, "returned 'path'"),
+    ({"actions": {}, "track": print}, "would receive nothing"),
+    ({"actions": {1: []}, "track": print}, "would receive nothing"),
+    ({"track": "a.jsonl"}, r"af\.track\.jsonl\('a\.jsonl', world=state\.world\)"),
+    ({"store": "there"}, r"af\.CheckpointStore\('there'\)"),
+    ({"state": linear_state(2)}, "data=None"),
+]
 
 
 @pytest.mark.parametrize(
-    ("argument", "advice"),
-    [
-        ({"track": "a.jsonl"}, r"af\.track\.jsonl\('a\.jsonl', world=state\.world\)"),
-        ({"store": "there"}, r"af\.CheckpointStore\('there'\)"),
-    ],
+    ("options", "said"),
+    [*((options, r"af\.run.*expected") for options in BAD.values()), *ADVISED],
+    ids=[*BAD, *range(len(ADVISED))],
 )
-def test_a_path_says_what_to_make_of_it(argument, advice):
-    """A path in place of a tracker or a store is in the call to write instead."""
-    with pytest.raises(af.errors.ArgumentError, match=advice):
-        af.run(fresh(), never, until=1, **argument)
-
-
-@pytest.mark.parametrize(
-    "returned", [None, 5, (), ("state", af.Metrics({})), af.Metrics({})]
-)
-def test_a_step_that_is_none(returned):
-    """What a step returns is looked at before anything is done with it."""
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"af\.run: step returned.*expected"
-    ):
-        af.run(fresh(), lambda *_: returned, until=1)
+def test_what_has_no_meaning(options, said):
+    """It is refused before anything is trained, but for what a step or an action returns."""
+    kinds = af.errors.ArgumentError, af.errors.StateError
+    with pytest.raises(kinds, match=said):
+        af.run(**{"step": never, "state": fresh(), "until": 1, **options})
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "1"])
@@ -234,13 +173,6 @@ def test_epochs_that_are_none(count):
     """A number of epochs is a number."""
     with pytest.raises(af.errors.ArgumentError, match=r"epochs\(.*expected a number"):
         af.epochs(count)
-
-
-def test_without_data():
-    """There is nothing to run over."""
-    state = linear_state(2)
-    with pytest.raises(af.errors.StateError, match="data=None"):
-        af.run(state, STEP, until=1)
 
 
 COLLIDING = {
@@ -297,12 +229,3 @@ def test_metrics_of_one_rank_are_no_numbers():
         af.errors.ArgumentError, match=r"lambda.*all_reduce_mean\(state\.world"
     ):
         simulate(2, train)
-
-
-def test_a_store_may_be_saved_to_at_the_end_alone(tmp_path):
-    """One without `every=` is not asked on the way; a loop that asks it is told."""
-    with af.CheckpointStore(tmp_path / "run") as store:
-        state = af.run(fresh(), STEP, until=3, store=store)
-        assert store.steps == (3,)
-        with pytest.raises(af.errors.ArgumentError, match="has no period"):
-            store.due(state)
