@@ -5,7 +5,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
 
 import attrs
 import pytest
@@ -33,40 +32,16 @@ LOST = "Connection closed by peer"
 GONE = "failed, left or did not arrive"
 
 
-class Silent(dist.Store):
-    """A store whose host has been stopped: it takes what it is told, and never answers."""
+class Scripted(dist.Store):
+    """A store whose host has been stopped, goes, or hears of rank 2 late.
 
-    def set(self, key: str, value: str) -> None:
-        """Take it."""
+    It takes what it is told, and counts how often somebody looked for another's word.
+    """
 
-    def check(self, keys: list[str]) -> bool:
-        del keys
-        time.sleep(60)
-        return False
-
-
-class Leaving(Silent):
-    """A store whose host goes when it has answered that two ranks have said nothing."""
-
-    def __init__(self) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
-        self.asked = 0
-
-    def check(self, keys: list[str]) -> bool:
-        del keys
-        self.asked += 1
-        if self.asked > 2:
-            raise RuntimeError(LOST)
-        return False
-
-
-class Late(dist.Store):
-    """A store at which rank 2 is heard when somebody has looked for it once."""
-
-    def __init__(self) -> None:
-        super().__init__()
+        self.how, self.asked = how, 0
         self.kept: dict[str, str] = {}
-        self.asked = 0
 
     def set(self, key: str, value: str) -> None:
         self.kept[key] = value
@@ -76,8 +51,13 @@ class Late(dist.Store):
 
     def check(self, keys: list[str]) -> bool:
         is_last = keys[0].endswith("/2")
-        self.asked += is_last
-        return keys[0] in self.kept and (not is_last or self.asked > 1)
+        self.asked += is_last or self.how != "late"
+        if self.how == "stopped":
+            time.sleep(60)
+        if self.how == "goes" and self.asked > 2:
+            raise RuntimeError(LOST)
+        is_heard = self.how == "late" and (not is_last or self.asked > 1)
+        return is_heard and keys[0] in self.kept
 
     def delete_key(self, key: str) -> bool:
         return self.kept.pop(key, None) is not None
@@ -94,12 +74,6 @@ def worlds(size: int, store: dist.Store | None = None) -> list[af.World]:
     return made
 
 
-def small(world: af.World) -> tuple[af.TrainState, Any]:
-    """Return a small training."""
-    state = linear_state(3, world=world)
-    return state, af.make_step(lambda net, x: net(x).square().mean())
-
-
 def lost(world: af.World, label: str = "sum") -> str:
     """Return what a rank says whose backend has lost a connection."""
     with pytest.raises(PeerFailedError) as caught, naming(label, world):
@@ -110,17 +84,20 @@ def lost(world: af.World, label: str = "sum") -> str:
 
 
 def test_what_a_rank_raised_is_known_to_all():
-    """The one whose fault it is is named, with its error and its update."""
+    """The one whose fault it is is named, with its error and its update, or where it left."""
     first, second, third = worlds(3)
     third.connection.activity.step = 7
     third.connection.tell("raised ValueError: boom")
-    assert lost(first) == "rank 2 raised ValueError: boom at update 7."
-    assert lost(second) == "rank 2 raised ValueError: boom at update 7."
+    for each in (first, second):
+        assert lost(each) == "rank 2 raised ValueError: boom at update 7."
+    assert str(Standing(how="left")) == "left"
+    assert str(Standing(how="left", step=0)) == "left at update 0"
 
 
 def test_an_update_that_is_over_is_said_so():
     """A rank that goes between two steps was not at the update before."""
-    state, step = small(af.World.single(device="cpu"))
+    state = linear_state(3, world=af.World.single(device="cpu"))
+    step = af.make_step(lambda net, x: net(x).square().mean())
     assert not state.world.connection.activity.is_between
     state, _ = step(state, torch.ones(2, 3))
     assert state.world.connection.activity.is_between
@@ -130,43 +107,61 @@ def test_an_update_that_is_over_is_said_so():
     assert lost(first) == "rank 1 raised ValueError: boom after update 0."
 
 
-def test_who_is_silent_is_missing():
-    """Of four, two that wait hear each other, and blame those that say nothing."""
-    first, _, _, last = worlds(4)
-    first.connection.tell("waited in 'sum'", is_waiting=True)
-    expected = f"ranks 1 and 2 {GONE}. Look at its output for the cause."
-    assert [expected] * 2 == [lost(last), lost(first)]
+LOOK = "Look at its output for the cause."
+SILENT = f"rank 0 or another rank {GONE}: the store of rank 0 does not answer."
+
+
+@pytest.mark.parametrize(
+    ("size", "words", "asks", "expected"),
+    [
+        # of four, two that wait hear each other, and blame those that say nothing
+        (4, {0: "waits sum"}, [3, 0], f"ranks 1 and 2 {GONE}. {LOOK}"),
+        # ranks that all waited are told apart by what they waited for
+        (
+            3,
+            {2: "waits mean", 1: "waits sum"},
+            [0],
+            (
+                "rank 2 waited in 'mean': the ranks make different calls. Make this call on"
+                " every rank: is it inside `if world.is_main:`?"
+            ),
+        ),
+        # a rank that waited, and then raises because of it, is not to blame
+        (
+            2,
+            {1: "waits sum, raised PeerFailedError: of its own"},
+            [0],
+            "no rank failed: a rank arrived after the timeout, or a connection broke.",
+        ),
+    ],
+)
+def test_who_is_to_blame(size, words, asks, expected):
+    """Who said nothing, who waited elsewhere, or nobody; a rank's first word counts."""
+    made = worlds(size)
+    for rank, said in words.items():
+        for word in said.split(", "):
+            told = word.replace("waits ", "waited in '") + "'" * word.startswith(
+                "waits"
+            )
+            is_waiting = word.startswith("waits")
+            made[rank].connection.tell(told, is_waiting=is_waiting)
+    assert [lost(made[rank]) for rank in asks] == [expected] * len(asks)
+
+
+@pytest.mark.parametrize(("how", "rank"), [("stopped", 1), ("goes", 1)])
+def test_a_store_that_does_not_answer_blames_nobody_else(how, rank):
+    """After a second; who had not spoken before its host went may have spoken to nobody."""
+    store = Scripted(how)  # of whose Python half torch keeps no reference
+    assert lost(worlds(3, store)[rank]) == SILENT
 
 
 def test_one_that_waited_too_is_not_all_that_is_heard():
     """Who was waited for may speak a moment later, and is the one that is named."""
-    store = Late()  # of whose Python half torch keeps no reference
+    store = Scripted("late")
     first, second, third = worlds(3, store)
     second.connection.tell("waited in 'sum'", is_waiting=True)
     third.connection.tell("raised ValueError: boom")
     assert lost(first) == "rank 2 raised ValueError: boom."
-
-
-def test_who_waited_elsewhere_is_told():
-    """Ranks that all waited are told apart by what they waited for."""
-    first, second, third = worlds(3)
-    third.connection.tell("waited in 'mean'", is_waiting=True)
-    second.connection.tell("waited in 'sum'", is_waiting=True)
-    expected = (
-        "rank 2 waited in 'mean': the ranks make different calls. Make this call on"
-    )
-    assert lost(first) == f"{expected} every rank: is it inside `if world.is_main:`?"
-
-
-def test_the_first_word_counts():
-    """A rank that waited, and then raises because of it, is not to blame."""
-    first, second = worlds(2)
-    lost(second)
-    second.connection.tell("raised PeerFailedError: of its own")
-    assert (
-        lost(first)
-        == "no rank failed: a rank arrived after the timeout, or a connection broke."
-    )
 
 
 def test_a_world_hears_nothing_of_one_before_it():
@@ -175,30 +170,7 @@ def test_a_world_hears_nothing_of_one_before_it():
     _, left = worlds(2, store)
     left.connection.tell("raised ValueError: of the first world")
     first, _ = worlds(2, store)
-    assert lost(first) == f"rank 1 {GONE}. Look at its output for the cause."
-
-
-def test_a_silent_store_holds_nobody():
-    """Where the store's host never answers, that is said, after a second."""
-    store = Silent()  # whose Python half lives as long as this name
-    _, second = worlds(2, store)
-    expected = f"rank 0 or another rank {GONE}: the store of rank 0 does not answer."
-    assert lost(second) == expected
-
-
-def test_a_store_that_goes_blames_nobody_else():
-    """Who had not spoken before its host went may have spoken to nobody."""
-    store = Leaving()
-    _, second, _ = worlds(3, store)
-    expected = f"rank 0 or another rank {GONE}: the store of rank 0 does not answer."
-    assert expected == lost(second)
-
-
-def test_standings_in_words():
-    """With the update, where there was one."""
-    assert str(Standing(how="left")) == "left"
-    assert str(Standing(how="left", step=0)) == "left at update 0"
-    assert str(Standing(how="left", step=0, when="after")) == "left after update 0"
+    assert lost(first) == f"rank 1 {GONE}. {LOOK}"
 
 
 @pytest.mark.parametrize("how", ["raised ValueError: boom", "left"])
@@ -219,19 +191,6 @@ def test_who_keeps_the_store_stays_for_the_others(how, monkeypatch):
     second.connection.roll_call.linger()  # it keeps no store
 
 
-class Asked(Silent):
-    """A store that counts how often somebody looked for another's word."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.times = 0
-
-    def check(self, keys: list[str]) -> bool:
-        del keys
-        self.times += 1
-        return False
-
-
 @pytest.mark.parametrize(
     ("how", "rank", "keeps"),
     [
@@ -243,12 +202,12 @@ class Asked(Silent):
 )
 def test_nobody_else_stays(how, rank, keeps):
     """Who leaves, is no keeper or leaves the store to a launcher asks nothing and goes on."""
-    store = Asked()  # of whose Python half torch keeps no reference
+    store = Scripted("silent")
     call = RollCall(store, rank, 3, rank_0_keeps_it=keeps)
     if how is not None:
         call.tell(how, Activity(), is_waiting=False)
     call.linger()
-    assert store.times == 0
+    assert store.asked == 0
 
 
 class Writing(dist.Store):
@@ -317,7 +276,7 @@ def test_who_is_never_joined_is_named():
             second.begin(0.5)
         with pytest.raises(PeerFailedError, match=r"Rank 0 of 3 .* rank 2 did not"):
             waits.result()
-    gone = Leaving()
+    gone = Scripted("goes")
     alone = RollCall(gone, 1, 2, rank_0_keeps_it=True)
     gone.asked = 2
     with pytest.raises(PeerFailedError, match=r"Rank 1 of 2 .* rank 0 did not"):
