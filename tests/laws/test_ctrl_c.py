@@ -25,9 +25,10 @@ from torch.utils._python_dispatch import (
 
 import accelfn as af
 from tests.internals import step
-from tests.strategies import tensors
+from tests.strategies import differences, tensors
 
-Found = dict[str, torch.Tensor]
+Moment = float | tuple[int, str]
+"""A part of a step's operations; or an exchange of the handler, and a side of it."""
 
 
 class Pressing(TorchDispatchMode):
@@ -76,6 +77,20 @@ class AtASeam:
             self.exchange = -1
             for _ in range(self.times):
                 signal.raise_signal(signal.SIGINT)
+
+
+moments = st.floats(0, 1, exclude_max=True) | st.tuples(
+    st.integers(0, 1), st.sampled_from(SEAMS)
+)
+
+
+def pressing(at: Moment, count: int, times: int = 1) -> AtASeam | Pressing:
+    """Return a block in which Ctrl-C comes at a moment of so many operations."""
+    return (
+        AtASeam(*at, times)
+        if isinstance(at, tuple)
+        else Pressing(int(at * count), times)
+    )
 
 
 @af.transform
@@ -175,16 +190,11 @@ def all_come() -> None:
         time.sleep(1e-4)
 
 
-def same(one: Found, two: Found) -> bool:
-    return one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
-
-
 @given(
     setup=st.sampled_from(sorted(SETUPS)),
     call=st.sampled_from(["step", "apply_grads", "finalize"]),
     updates=st.integers(0, 2),
-    at=st.floats(0, 1, exclude_max=True)
-    | st.tuples(st.integers(0, 1), st.sampled_from(SEAMS)),
+    at=moments,
 )
 def test_an_interrupt_comes_before_an_update_or_after_it(setup, call, updates, at):
     """B3: Ctrl-C comes once, and the caller has the state before or the one after, bitwise."""
@@ -192,7 +202,7 @@ def test_an_interrupt_comes_before_an_update_or_after_it(setup, call, updates, a
     state = created(setup)
     for _ in range(updates):
         state = first(state)
-    before = {name: each.clone() for name, each in tensors(state).items()}
+    before = tensors(state)
     update(state.copy())  # builds the engine
     copied = state.copy()
     with Pressing() as counted:
@@ -200,15 +210,12 @@ def test_an_interrupt_comes_before_an_update_or_after_it(setup, call, updates, a
     after = tensors(after)
     with default_handler(), no_mode_is_left():
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come in any of them
-            with (
-                AtASeam(*at)
-                if isinstance(at, tuple)
-                else Pressing(int(at * counted.count))
-            ):
+            with pressing(at, counted.count):
                 state = update(state)
             all_come()
         all_come()
-    assert same(before, tensors(state)) or same(after, tensors(state))
+    found = tensors(state)
+    assert not differences(before, found) or not differences(after, found)
     assert af.salvage(state) is state
 
 
@@ -263,45 +270,26 @@ def test_an_interrupt_waits_until_the_caller_has_what_it_held_back(
             assert state is af.salvage(before)
 
 
-@given(
-    exchange=st.integers(0, 1), seam=st.sampled_from(SEAMS), presses=st.integers(1, 3)
-)
-def test_none_is_lost_while_the_handler_is_exchanged(exchange, seam, presses):
-    """B3: whoever has the handler in that moment, the caller's is asked as often."""
-    update, told = updating("plain", "step"), []
-    expected = update(created("plain"))
-    before = signal.signal(signal.SIGINT, lambda number, _: told.append(number))
-    mine = signal.getsignal(signal.SIGINT)
-    try:
-        with AtASeam(exchange, seam, presses):
-            state = update(created("plain"))
-        all_come()
-        assert signal.getsignal(signal.SIGINT) is mine
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert told == [signal.SIGINT] * presses
-    assert same(tensors(expected), tensors(state))
+@given(at=moments, presses=st.integers(1, 3))
+def test_the_handler_in_place_is_asked(at: Moment, presses: int) -> None:
+    """B3: a handler of the caller's gets each Ctrl-C, held back or not, and none is made up.
 
-
-@given(part=st.floats(0, 1, exclude_max=True), presses=st.integers(1, 3))
-def test_the_handler_in_place_is_asked(part: float, presses: int) -> None:
-    """B3: a handler of the caller's gets each Ctrl-C, held back or not, and none is made up."""
-    update, told = updating("plain", "step"), []
+    So it is while the handler is exchanged, whoever has it in that moment.
+    """
+    update, told = updating("plain", "step"), list[int]()
     with Pressing() as counted:
         expected = update(created("plain"))
     before = signal.signal(signal.SIGINT, lambda number, _: told.append(number))
     mine = signal.getsignal(signal.SIGINT)
     try:
-        at = int(part * counted.count)
-        with Pressing(at, presses) as pressing:
+        with pressing(at, counted.count, presses):
             state = update(created("plain"))
         all_come()
-        assert pressing.count == counted.count
         assert signal.getsignal(signal.SIGINT) is mine
     finally:
         signal.signal(signal.SIGINT, before)
     assert told == [signal.SIGINT] * presses
-    assert same(tensors(expected), tensors(state))
+    assert differences(tensors(expected), tensors(state)) == []
 
 
 @given(
@@ -352,7 +340,7 @@ def test_what_stood_in_a_function_is_found():
     with pytest.raises(af.errors.StateDonatedError, match="salvage"):
         update(state)
     found = af.salvage(state)
-    assert same(tensors(expected), tensors(found))
+    assert differences(tensors(expected), tensors(found)) == []
     other = found.copy()
     update(found)
     assert af.salvage(other) is other
