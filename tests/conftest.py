@@ -24,8 +24,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WAIT = {
-    *("test_faults", "test_launching", "test_locks", "test_mpirun", "test_srun"),
-    *("test_two_hosts", "test_traffic_on_a_cable"),
+    *("test_faults", "test_launching", "test_locks"),
+    *("test_other_launchers", "test_two_hosts", "test_traffic_on_a_cable"),
 }
 
 _WAITING = "ranks that wait"

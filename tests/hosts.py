@@ -163,11 +163,5 @@ def _keeps(*apart: str) -> subprocess.Popen[bytes]:
 
 
 def _inside(pid: int) -> list[str]:
-    return [
-        "nsenter",
-        "--target",
-        str(pid),
-        "--user",
-        "--net",
-        "--preserve-credentials",
-    ]
+    spaces = ("--user", "--net", "--preserve-credentials")
+    return ["nsenter", "--target", str(pid), *spaces]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 import accelfn as af
+from tests.states import linear_state
 
 Params = dict[str, Tensor]
 
@@ -38,9 +39,7 @@ class Method:
 
 def initial_model(factory: Callable[[], nn.Module], name: str = "state") -> nn.Module:
     """Return a model with the values that a run with the seed 0 begins with."""
-    sgd = partial(torch.optim.SGD, lr=1.0)
-    state = af.TrainState.create(model=factory, optimizer=sgd, name=name)
-    values, model = af.full_params(state), factory()
+    values, model = af.full_params(linear_state(model=factory, name=name)), factory()
     model.load_state_dict(values, strict=False)
     return model
 
@@ -54,10 +53,7 @@ def epoch_order(count: int, epoch: int, seed: int = 0) -> Tensor:
 
 def shared_draws(purpose: str, step: int, name: str = "state", seed: int = 0) -> Any:
     """Return a context that draws what `af.fork_rng` lets all ranks draw."""
-    sgd = partial(torch.optim.SGD, lr=1.0)
-    state = af.TrainState.create(
-        model=partial(nn.Linear, 1, 1), optimizer=sgd, name=name, seed=seed
-    )
+    state = linear_state(name=name, seed=seed)
     return af.fork_rng(attrs.evolve(state, step=step), purpose, shared=True)
 
 
@@ -72,16 +68,13 @@ def plain_batches(
 
 def drawn_batches(data: af.Data, epochs: int) -> Iterator[Any]:
     """Yield the batches of a dataset that draws random numbers, as one rank reads them."""
-    layer, sgd = partial(nn.Linear, 1, 1), partial(torch.optim.SGD, lr=1.0)
-    state = af.TrainState.create(model=layer, optimizer=sgd, data=data)
-    for batch in af.batches(state, until_epoch=epochs):
+    for batch in af.batches(linear_state(data=data), until_epoch=epochs):
         yield batch.value
 
 
 def states() -> Iterator[af.TrainState]:
     """Yield states of one update after another, whose random numbers are those of a run."""
-    layer, sgd = partial(nn.Linear, 1, 1), partial(torch.optim.SGD, lr=1.0)
-    state = af.TrainState.create(model=layer, optimizer=sgd)
+    state = linear_state()
     step = af.make_step(lambda model, batch: model(batch).mean())
     while True:
         yield state

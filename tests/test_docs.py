@@ -33,7 +33,12 @@ SLOW_PAGES = {
 """Whose blocks train for seconds, or start processes."""
 NEEDS = {
     "docs/reference/deepspeed.md": ["deepspeed"],
-    "docs/how-to/libraries.md": ["hydra", "torch_geometric", "webdataset", "bitsandbytes"],
+    "docs/how-to/libraries.md": [
+        "hydra",
+        "torch_geometric",
+        "webdataset",
+        "bitsandbytes",
+    ],
     "docs/how-to/mixup-and-cutmix.md": ["timm", "torchvision"],
 }
 """Packages that a page's code imports, and that an installation may lack."""

@@ -15,8 +15,6 @@ from tests.waiting import HANGS
 
 FOLDER = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = sorted(FOLDER.glob("[0-9]*.ipynb"))
-READ = pytest.mark.slow(together=True)
-"""Of a notebook that ran once."""
 
 
 class Reader(NotebookClient):
@@ -59,8 +57,7 @@ def shown(cell: Any, kind: str) -> list[Any]:
     return [data[kind] for data in found if kind in data]
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def executed(folder: Path) -> dict[str, Any]:
     """Execute the notebook; return its cells by what they begin with, second runs apart."""
     (path,) = NOTEBOOKS
     notebook, cells = nbformat.read(path, as_version=4), []
@@ -71,8 +68,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             again.id, again.metadata["tags"] = f"{cell.id}-again", ["raises-exception"]
             cells.append(again)
     notebook.cells = cells
-    folder = str(tmp_path_factory.mktemp("notebook"))
-    Reader(notebook, timeout=HANGS, kernel_name="python3").execute(cwd=folder)
+    Reader(notebook, timeout=HANGS, kernel_name="python3").execute(cwd=str(folder))
     found: dict[str, Any] = {}
     for cell in cells:
         name = cell.source.splitlines()[0]
@@ -94,65 +90,41 @@ def test_a_notebook_is_as_git_likes_it(path):
     assert path.read_text(encoding="utf-8") == nbformat.writes(notebook) + "\n"
 
 
-@READ
-def test_a_bar_and_a_curve_stand_in_their_place(done: dict[str, Any]) -> None:
-    """Each is one output of its cell, however often it was drawn; the bar ends full."""
-    cell = done["figure, axes = plt.subplots(figsize=(6, 2.5))"]
-
-    assert errors(cell) == []
-    assert len(shown(cell, "image/png")) == 1
-    (bar,) = shown(cell, "text/html")
+@pytest.mark.slow
+def test_a_notebook_runs(tmp_path: Path) -> None:
+    """Bars, curves, cells that are run twice, Stop and a launch do what the notebook says."""
+    cells = executed(tmp_path)
+    # a bar and a curve are one output each, however often they were drawn
+    name = "figure, axes = plt.subplots(figsize=(6, 2.5))"
+    first, second = cells[name], cells[f"{name} again"]
+    assert errors(first) == errors(second) == []
+    assert len(shown(first, "image/png")) == 1
+    (bar,) = shown(first, "text/html")
     assert "training" in bar
     assert "115/115" in bar
-    (right,) = re.findall(r"([\d.]+)% right", said(cell))
+    (right,) = re.findall(r"([\d.]+)% right", said(first))
     assert float(right) > 90
-
-
-@READ
-def test_a_training_cell_that_is_run_twice_says_what_is_left(
-    done: dict[str, Any],
-) -> None:
-    """The second run trains nothing, warns, and leaves the state as it is."""
-    first = done["figure, axes = plt.subplots(figsize=(6, 2.5))"]
-    second = done["figure, axes = plt.subplots(figsize=(6, 2.5)) again"]
-
-    assert errors(second) == []
+    # run twice, the cell trains nothing, warns, and leaves the state as it is
     assert "until_epoch=5" in said(second)
     assert "Warning" in said(second)
     assert said(second).splitlines()[-1] == said(first).splitlines()[-1]
-
-
-@READ
-def test_a_state_that_is_given_twice_says_what_to_write(done: dict[str, Any]) -> None:
-    """The first run goes on; the second one's error says which way there is."""
-    first, second = (
-        done[f"later, metrics = step(trial, batch){n}"] for n in ("", " again")
-    )
-    assert errors(first) == []
-    assert errors(second) == ["StateDonatedError"]
-    (error,) = second.outputs
+    # a state that is given twice says which way there is
+    name = "later, metrics = step(trial, batch)"
+    assert errors(cells[name]) == []
+    assert errors(cells[f"{name} again"]) == ["StateDonatedError"]
+    (error,) = cells[f"{name} again"].outputs
     assert "update 115" in error.evalue
     assert "Continue with the state that the step returned" in error.evalue
     assert "donate=False" in error.evalue
-
-
-@READ
-def test_stop_loses_nothing(done: dict[str, Any]) -> None:
-    """After Stop the state stands where the bar stood, and is used in the next cells."""
-    stopped = [cell for cell in done.values() if "stop" in tags(cell)]
-
+    # after Stop the state stands where the bar stood, and is used in the next cells
+    stopped = [cell for cell in cells.values() if "stop" in tags(cell)]
     assert [errors(cell) for cell in stopped] == [["KeyboardInterrupt"]] * 2
     for name in ("print(state)", "trained = af.salvage(given)"):
-        (step,) = map(int, re.findall(r"step (\d+), epoch", said(done[name])))
+        (step,) = map(int, re.findall(r"step (\d+), epoch", said(cells[name])))
         assert 0 < step < 600 * 23
-        assert "donated" not in said(done[name])
-        assert errors(done[name]) == []
-
-
-@READ
-def test_a_launch_from_a_cell(done: dict[str, Any]) -> None:
-    """Two ranks train a function of the notebook, and what one process trains."""
-    cell = done["def train(world, epochs):"]
-
+        assert "donated" not in said(cells[name])
+        assert errors(cells[name]) == []
+    # two ranks train a function of the notebook
+    cell = cells["def train(world, epochs):"]
     assert errors(cell) == []
     assert said(cell).endswith("two ranks trained what one does\n")

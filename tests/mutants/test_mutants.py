@@ -8,13 +8,10 @@ import re
 
 import attrs
 import pytest
-import torch
 
 import tests.laws
 from tests.mutants.hunt import hunt, lent
 from tests.mutants.mutant import Mutant, planted
-from tests.mutants.operators import possible_changes
-from tests.mutants.places import find_place
 from tests.mutants.table import read_table
 
 UNTRIED = {
@@ -122,61 +119,15 @@ def test_a_bug_is_found(says: str) -> None:
     assert hunt(mutant).killed
 
 
-def test_a_random_bug_is_one_slip() -> None:
-    """Each random bug changes only one call, condition, comparison or number."""
-    changes = {*possible_changes(find_place("collectives:sum_"))}
-
-    assert "dist.all_reduce(flat, group=world.group) → pass" in changes
-    heads = {each.partition(" → ")[2].partition(":")[0] for each in changes}
-    assert {"if world.size >= 1", "if world.size > 2", "if not world.size > 1"} < heads
-
-
 def test_what_is_no_bug_survives() -> None:
-    """A change without an effect is not found; a change that does not match raises an error."""
+    """A change without an effect is not found, nor one that crashes; one must fit the code."""
     outcome = hunt(HARMLESS)
-    assert not outcome.killed
-    assert outcome.told == ""
+    assert (outcome.killed, outcome.told) == (False, "")
     assert outcome.examples > 1
+    change = "world.size > 1 → world.no_such_name"
+    outcome = hunt(attrs.evolve(HARMLESS, change=change))
+    assert (outcome.killed, outcome.told[:14]) == (False, "AttributeError")
     with pytest.raises(ValueError, match="0 times, expected once. Update its row"):
         attrs.evolve(HARMLESS, change="no_such_line → pass").code()
     with pytest.raises(ValueError, match="no name no_such. Update its row"):
         attrs.evolve(HARMLESS, change="world.size > 1 → no_such").code()
-
-
-@pytest.mark.parametrize(
-    ("place", "said"),
-    [
-        ("no_such_function", "'nothing': .* no function"),
-        ("_rows", "'nothing': .* functions"),
-    ],
-)
-def test_a_row_names_one_function(place: str, said: str) -> None:
-    """An error names the row if its function does not exist, or if several functions match."""
-    with pytest.raises(LookupError, match=said):
-        attrs.evolve(HARMLESS, place=place).code()
-
-
-@pytest.mark.slow
-def test_a_bug_leaves_nothing_behind() -> None:
-    """A bug that changes a global mode does not change the mode for the next mutant."""
-    leaving = attrs.evolve(
-        HARMLESS,
-        says="a mode that stays",
-        change="world.size > 1 → torch.set_grad_enabled(False) is None",
-    )
-    was = torch.is_grad_enabled()
-    hunt(leaving)
-    assert torch.is_grad_enabled() is was
-
-
-@pytest.mark.slow
-def test_a_crash_is_no_finding() -> None:
-    """A bug that makes the function crash does not count as found."""
-    crashing = attrs.evolve(
-        HARMLESS,
-        says="an attribute that is not there",
-        change="world.size > 1 → world.no_such_name",
-    )
-    outcome = hunt(crashing)
-    assert outcome.told.startswith("AttributeError")
-    assert not outcome.killed

@@ -11,9 +11,8 @@ import os
 import random
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
@@ -195,9 +194,6 @@ def moved_state(world: af.World) -> af.TrainState:
     return trained.with_params(params)
 
 
-Posted: TypeAlias = tuple[Any, Any]
-"""A work to wait for, or None; and what will hold the results then."""
-
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 INTEGERS = ("int64", "int32", "int8", "uint8")
 DTYPES = (*FLOATS, *INTEGERS, "bool")  # Gloo gathers no complex numbers
@@ -210,12 +206,19 @@ REDUCTIONS = (
 )
 
 
+KINDS = """
+    all_reduce reduce broadcast all_gather all_gather_single gather scatter reduce_scatter
+    reduce_scatter_single all_to_all all_to_all_uneven barrier send_recv recv_from_any ring
+    all_gather_object broadcast_object
+""".split()  # noqa: SIM905 - one a line is long
+
+
 @attrs.frozen
 class Collective:
     """One call of a program, the same on all ranks but for their data.
 
     Attributes:
-        kind: which function of this module calls it.
+        kind: which of `KINDS`.
         numbers: small integers, which each rank takes in a turn of its own as its data.
         length: how many of them a rank's tensor has.
         reduction: of those that reduce, by name, and the dtype.
@@ -230,185 +233,86 @@ class Collective:
     root: int = 0
     is_async: bool = False
 
-    def data(self, world: af.World, *, parts: int = 1) -> torch.Tensor:
-        """Return a rank's tensor, of some times the length."""
-        turned = [
-            self.numbers[(world.rank + i) % len(self.numbers)]
-            for i in range(parts * self.length)
-        ]
+    def data(self, rank: int, count: int) -> torch.Tensor:
+        """Return as many of a rank's numbers."""
+        turned = [self.numbers[(rank + i) % len(self.numbers)] for i in range(count)]
         return torch.tensor(turned).to(getattr(torch, self.reduction[1]))
 
-    def empty(self, world: af.World, *, parts: int = 1) -> torch.Tensor:
-        """Return a tensor for results."""
-        return torch.zeros_like(self.data(world, parts=parts))
-
-    def empties(self, world: af.World) -> list[torch.Tensor]:
-        """Return a tensor a rank for results."""
-        return [self.empty(world) for _ in range(world.size)]
-
-    def options(self, world: af.World) -> dict[str, Any]:
-        """Return what all calls are given."""
-        return {"group": world.group, "async_op": self.is_async}
-
-    @property
-    def op(self) -> Any:
-        """The reduction that torch knows."""
-        return getattr(dist.ReduceOp, self.reduction[0])
-
-
-CALLS: dict[str, Callable[[af.World, Collective], Posted]] = {}
-
-
-def kind(call: Callable[[af.World, Collective], Posted]) -> Any:
-    """Add a function to `CALLS`."""
-    CALLS[call.__name__] = call
-    return call
+    def call(self, world: af.World) -> tuple[Any, Any]:  # noqa: C901, PLR0911, PLR0912
+        """Return a work to wait for, or None; and what will hold the results then."""
+        rank, size, root = world.rank, world.size, self.root % world.size
+        g: dict[str, Any] = {"group": world.group}
+        options: dict[str, Any] = {**g, "async_op": self.is_async}
+        op = {"op": getattr(dist.ReduceOp, self.reduction[0])}
+        x, whole = (self.data(rank, parts * self.length) for parts in (1, size))
+        got, gathered = torch.zeros_like(x), torch.zeros_like(whole)
+        parts, each = [*whole.chunk(size)], [torch.zeros_like(x) for _ in range(size)]
+        receiver = (root + 1) % size
+        match self.kind:
+            case "all_reduce":
+                return dist.all_reduce(x, **op, **options), x
+            case "reduce":  # some backends tear the others' results
+                work = dist.reduce(x, dst=root, **op, **options)
+                return work, x if rank == root else None
+            case "broadcast":
+                return dist.broadcast(x, src=root, **options), x
+            case "all_gather":
+                return dist.all_gather(each, x, **options), each
+            case "all_gather_single":
+                return dist.all_gather_single(gathered, x, **options), gathered
+            case "gather":
+                results = each if rank == root else None
+                return dist.gather(x, results, dst=root, **options), results
+            case "scatter":
+                given = parts if rank == root else None
+                return dist.scatter(got, given, src=root, **options), got
+            case "reduce_scatter":
+                return dist.reduce_scatter(got, parts, **op, **options), got
+            case "reduce_scatter_single":
+                return dist.reduce_scatter_single(got, whole, **op, **options), got
+            case "all_to_all":
+                return dist.all_to_all(each, parts, **options), each
+            case "all_to_all_uneven":  # one row more to each rank: no two get the same
+                counts = [self.length + r for r in range(size)]
+                given, takes = self.data(rank, sum(counts)), [counts[rank]] * size
+                got = torch.zeros(sum(takes), dtype=x.dtype)
+                work = dist.all_to_all_single(got, given, takes, counts, **options)
+                return work, got
+            case "barrier":
+                return dist.barrier(**options), None
+            case "send_recv" | "recv_from_any":
+                is_told = self.kind == "send_recv"
+                tag, found = {"tag": self.length} if is_told else {}, None
+                if rank == root:
+                    dist.send(x, dst=receiver, **tag, **g)
+                elif rank == receiver:
+                    found = dist.recv(x, src=root if is_told else None, **tag, **g)
+                return None, (found, x)
+            case "ring":
+                after, before = ((rank + i) % size for i in (1, -1))
+                sends = dist.P2POp(dist.isend, x, after, **g)
+                takes = dist.P2POp(dist.irecv, got, before, **g)
+                for work in dist.batch_isend_irecv([sends, takes]):
+                    work.wait()
+                return None, got
+            case "all_gather_object":
+                found: list[Any] = [None] * size
+                mine = {"rank": rank, "numbers": self.numbers}
+                dist.all_gather_object(found, mine, **g)
+                return None, found
+        assert self.kind == "broadcast_object"
+        carried: list[Any] = [rank, self.numbers]
+        dist.broadcast_object_list(carried, src=root, **g)
+        return None, carried
 
 
 def call_all(world: af.World, program: tuple[Collective, ...]) -> list[Any]:
     """Run a program; return what each call gave, those to be awaited waited for last."""
-    posted = [CALLS[each.kind](world, each) for each in program]
+    posted = [each.call(world) for each in program]
     for work, _ in reversed(posted):
         if work is not None:
             work.wait()
     return [results for _, results in posted]
-
-
-@kind
-def all_reduce(world: af.World, call: Collective) -> Posted:
-    x = call.data(world)
-    return dist.all_reduce(x, op=call.op, **call.options(world)), x
-
-
-@kind
-def reduce(world: af.World, call: Collective) -> Posted:
-    x, root = call.data(world), call.root % world.size
-    work = dist.reduce(x, dst=root, op=call.op, **call.options(world))
-    return work, x if world.rank == root else None  # some backends tear the others'
-
-
-@kind
-def broadcast(world: af.World, call: Collective) -> Posted:
-    x = call.data(world)
-    return dist.broadcast(x, src=call.root % world.size, **call.options(world)), x
-
-
-@kind
-def all_gather(world: af.World, call: Collective) -> Posted:
-    got = call.empties(world)
-    return dist.all_gather(got, call.data(world), **call.options(world)), got
-
-
-@kind
-def all_gather_single(world: af.World, call: Collective) -> Posted:
-    got = call.empty(world, parts=world.size)
-    return dist.all_gather_single(got, call.data(world), **call.options(world)), got
-
-
-@kind
-def gather(world: af.World, call: Collective) -> Posted:
-    root = call.root % world.size
-    got = call.empties(world) if world.rank == root else None
-    return dist.gather(call.data(world), got, dst=root, **call.options(world)), got
-
-
-@kind
-def scatter(world: af.World, call: Collective) -> Posted:
-    root, got = call.root % world.size, call.empty(world)
-    whole = call.data(world, parts=world.size)
-    parts = list(whole.chunk(world.size)) if world.rank == root else None
-    return dist.scatter(got, parts, src=root, **call.options(world)), got
-
-
-@kind
-def reduce_scatter(world: af.World, call: Collective) -> Posted:
-    got, whole = call.empty(world), call.data(world, parts=world.size)
-    parts = list(whole.chunk(world.size))
-    return dist.reduce_scatter(got, parts, op=call.op, **call.options(world)), got
-
-
-@kind
-def reduce_scatter_single(world: af.World, call: Collective) -> Posted:
-    got, whole = call.empty(world), call.data(world, parts=world.size)
-    work = dist.reduce_scatter_single(got, whole, op=call.op, **call.options(world))
-    return work, got
-
-
-@kind
-def all_to_all(world: af.World, call: Collective) -> Posted:
-    whole, got = call.data(world, parts=world.size), call.empties(world)
-    parts = list(whole.chunk(world.size))
-    return dist.all_to_all(got, parts, **call.options(world)), got
-
-
-@kind
-def all_to_all_uneven(world: af.World, call: Collective) -> Posted:
-    """Give rank r one row more than rank r - 1, so that no two get the same."""
-    counts = [call.length + rank for rank in range(world.size)]
-    whole = call.data(world, parts=world.size + sum(counts))[: sum(counts)]
-    mine = counts[world.rank]
-    got = torch.zeros(mine * world.size, dtype=whole.dtype)
-    work = dist.all_to_all_single(
-        got, whole, [mine] * world.size, counts, **call.options(world)
-    )
-    return work, got
-
-
-@kind
-def barrier(world: af.World, call: Collective) -> Posted:
-    return dist.barrier(**call.options(world)), None
-
-
-@kind
-def send_recv(world: af.World, call: Collective) -> Posted:
-    """Send from the root to the next rank."""
-    source, x = call.root % world.size, call.data(world)
-    if world.rank == source:
-        dist.send(x, dst=(source + 1) % world.size, group=world.group, tag=call.length)
-    elif world.rank == (source + 1) % world.size:
-        dist.recv(x, src=source, group=world.group, tag=call.length)
-    return None, x
-
-
-@kind
-def recv_from_any(world: af.World, call: Collective) -> Posted:
-    """Send from the root to the next rank, which does not say from whom it takes."""
-    source, x = call.root % world.size, call.data(world)
-    found = None
-    if world.rank == source:
-        dist.send(x, dst=(source + 1) % world.size, group=world.group)
-    elif world.rank == (source + 1) % world.size:
-        found = dist.recv(x, group=world.group)
-    return None, (found, x)
-
-
-@kind
-def ring(world: af.World, call: Collective) -> Posted:
-    """Send to the next rank and receive from the one before, at once."""
-    after, before = ((world.rank + i) % world.size for i in (1, -1))
-    x, got = call.data(world), call.empty(world)
-    pair = [
-        dist.P2POp(dist.isend, x, after, group=world.group),
-        dist.P2POp(dist.irecv, got, before, group=world.group),
-    ]
-    for work in dist.batch_isend_irecv(pair):
-        work.wait()
-    return None, got
-
-
-@kind
-def all_gather_object(world: af.World, call: Collective) -> Posted:
-    got: list[Any] = [None] * world.size
-    mine = {"rank": world.rank, "numbers": call.numbers}
-    dist.all_gather_object(got, mine, group=world.group)
-    return None, got
-
-
-@kind
-def broadcast_object(world: af.World, call: Collective) -> Posted:
-    carried: list[Any] = [world.rank, call.numbers]
-    dist.broadcast_object_list(carried, src=call.root % world.size, group=world.group)
-    return None, carried
 
 
 # different ones, so that no part of a tensor passes for another
@@ -419,7 +323,7 @@ schedules = st.lists(st.integers(0, 2), max_size=8)
 @st.composite
 def calls(draw: st.DrawFn) -> Collective:
     """Draw one collective on small integers, which every sum of floats keeps exact."""
-    kind = draw(st.sampled_from(sorted(CALLS)))
+    kind = draw(st.sampled_from(sorted(KINDS)))
     moved = [("SUM", dtype) for dtype in DTYPES]
     return Collective(
         kind,
@@ -487,7 +391,7 @@ def test_every_collective_gives_what_gloo_gives(size):
     """Each kind, from every root, awaited at once and later."""
     program = tuple(
         Collective(kind, (1, -2, 3), 2, root=root, is_async=is_async)
-        for kind in CALLS
+        for kind in KINDS
         for root in range(3)
         for is_async in (False, True)
     )

@@ -57,15 +57,6 @@ def test_a_rank_that_raises_ends_the_run(launcher):
         assert culprit < said.index("PeerFailedError:")
 
 
-@pytest.mark.parametrize(("how", "code"), [("exit", 7), ("kill", 137)])
-def test_a_rank_that_goes_ends_the_run(how, code):
-    """The launcher names the rank that went, and ends with its code."""
-    ((found, _, error),) = ended(launched("--nproc", 2, SCRIPT, how))
-    assert found == code
-    assert "rank 1 failed first" in error
-    assert re.search("rank 0 (followed: PeerFailed|was ended by SIGTERM)", error)
-
-
 def test_the_launchers_axes_are_the_worlds():
     """`--axes` reaches `World.from_env()` in each rank, before a variable that was set."""
     words = ["--nproc", 2, "--axes", "dp_shard=-1", SCRIPTS / "axes.py"]

@@ -16,19 +16,8 @@ _WORDS = (
     " what whose strange wanted"
 )
 _BARE = re.compile(rf"_?(?:[a-z]+ed|{'|'.join(_WORDS.split())})")
-_NOUNS = {
-    "_seed",
-    "seed",
-    "need",
-    "speed",
-    "feed",
-    "embed",
-    "shed",
-    "bed",
-    "red",
-    "led",
-}
-_NOUNS |= {"named", "shared"}
+_NOUN_WORDS = "_seed seed need speed feed embed shed bed red led named shared"
+_NOUNS = set(_NOUN_WORDS.split())
 
 
 def bare_functions(path: Path) -> list[str]:
@@ -48,11 +37,8 @@ def bare_variables(path: Path) -> list[str]:
         for each in nodes
         if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
     ]
-    return [
-        n
-        for n in [*stored, *(a.arg for a in nodes if isinstance(a, ast.arg))]
-        if _is_bare(n)
-    ]
+    arguments = [each.arg for each in nodes if isinstance(each, ast.arg)]
+    return [name for name in [*stored, *arguments] if _is_bare(name)]
 
 
 def _is_bare(name: str) -> bool:
