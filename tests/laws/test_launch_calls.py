@@ -225,9 +225,3 @@ def test_machines_meet_as_they_were_told(line: dict[str, Any]) -> None:
     assert found.rank == line.get("machine_rank", 0)
     if {"main_address", "main_port"} & line.keys():
         assert found.join_seconds == line.get("join_timeout", 300)
-
-
-# words of launchers
-
-
-# ends of ranks

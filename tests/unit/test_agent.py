@@ -77,11 +77,10 @@ def running(directory: Path) -> Iterator[tuple[Agent, Any, list[str]]]:
             each.proc.wait()
 
 
-@given(
-    kills=st.lists(
-        st.tuples(st.integers(1, SIZE - 1), st.booleans()), max_size=2 * SIZE
-    )
-)
+kill_of_one = st.tuples(st.integers(1, SIZE - 1), st.booleans())
+
+
+@given(kills=st.lists(kill_of_one, max_size=2 * SIZE))
 def test_torch_is_not_asked_of_ranks_that_others_do_without(kills):
     """Whenever they are killed: it would end all. A newcomer is not started again."""
     deaths = dict.fromkeys(range(SIZE), 0)
