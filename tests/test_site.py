@@ -22,6 +22,7 @@ from tests.waiting import HANGS
 pytestmark = pytest.mark.slow(together=True)  # it is built once
 
 ROOT = Path(__file__).parents[1]
+SCRIPTS = Path(__file__).parent / "site"
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 NODE = shutil.which("node")
@@ -49,29 +50,6 @@ SEARCHES = {
     "TPU": "reference/devices/",
 }
 """The page that must be the first or second result of a search."""
-SEARCH = """
-import {readFileSync} from "node:fs";
-const [worker, index, ...searches] = process.argv.slice(2);
-const {config, items} = JSON.parse(readFileSync(index, "utf8"));
-let answer;
-globalThis.self = globalThis;
-globalThis.postMessage = (message) => answer(message);
-const ask = (type, data) => new Promise((resolve) => {
-  answer = resolve;
-  self.onmessage({data: {type, data}});
-});
-(0, eval)(readFileSync(worker, "utf8"));
-await ask(0, {config, items});
-const found = {};
-for (const input of searches) {
-  const operator = {type: "operator", data: {operator: "and", operands: []}};
-  const filter = {input: operator, aggregation: {input: []}};  // the worker changes it
-  const {data} = await ask(2, {input, filter});
-  found[input] = data.items.map(({id}) => items[id].location.split("#")[0]);
-}
-console.log(JSON.stringify(found));
-"""
-"""Search with the worker that the site loads, and print the pages of the results."""
 CODE = re.compile(r"(tests|accelfn)\b|.*\.(py|toml)\.md")
 """Pages of the site that show a file of the repository."""
 QUIET = (
@@ -88,59 +66,6 @@ WIDTHS = 390, 1366
 SCREEN = 768
 LONGEST = 15
 """Screens in a page."""
-PROBE = """<!DOCTYPE html><title>probe</title><body><script>
-const told = {pages: {}}, home = "/VERSION/";
-const pages = PAGES;
-const until = async (found) => {
-  for (;;) {
-    const it = found();
-    if (it) return it;
-    await new Promise((go) => setTimeout(go, 20));
-  }
-};
-const shown = (page, width) => new Promise((done) => {
-  const frame = document.createElement("iframe");
-  Object.assign(frame, {src: page, width, height: 800, onload: () => done(frame)});
-  document.body.append(frame);
-});
-const within = (root) => [root, ...[...root.querySelectorAll("*")]
-  .filter((each) => each.shadowRoot).flatMap((each) => within(each.shadowRoot))];
-const all = (root, what) => within(root).flatMap((each) => [...each.querySelectorAll(what)]);
-onload = async () => {
-  for (const page of pages) for (const width of WIDTHS) {
-    const frame = await shown(home + page, width), inside = frame.contentDocument;
-    const button = await until(() => !inside.querySelector(".highlight code")
-      || inside.querySelector(".md-code__button"));
-    told.pages[page + " " + width] = {
-      wide: inside.documentElement.scrollWidth - width,
-      screens: width > 1000 ? inside.documentElement.scrollHeight / SCREEN : 0,
-      button: button === true ? "" : inside.defaultView.getComputedStyle(button).color,
-      text: inside.querySelector("article").innerText,
-      back: inside.defaultView.getComputedStyle(inside.body).backgroundColor,
-    };
-    frame.remove();
-  }
-  const front = (await shown(home, 1200)).contentDocument;
-  told.copied = [...front.querySelectorAll(".highlight code")].map((code) => {
-    code.dataset.mdCopying = "";  // what the theme does while it copies
-    return code.innerText;
-  });
-  await until(() => front.querySelector(".md-version__link"));
-  told.versions = [...front.querySelectorAll(".md-version__link")]
-    .map((each) => new URL(each.href).pathname);
-  (await until(() => front.querySelector(".md-search__button"))).click();
-  const line = await until(() => all(front, "input[role=combobox]")[0]);
-  line.value = "wrap_fsdp";
-  line.dispatchEvent(new Event("input", {bubbles: true}));
-  const found = await until(() => {
-    const links = all(front, "a[role=option]");
-    return links.some((each) => each.href.includes("h=wrap_fsdp")) && links;
-  });
-  told.found = found.map((each) => new URL(each.href).pathname);
-  await fetch("/told", {method: "POST", body: JSON.stringify(told)});
-};
-</script>""".replace("VERSION", VERSION).replace("WIDTHS", json.dumps(WIDTHS))
-PROBE = PROBE.replace("SCREEN", str(SCREEN))
 
 
 class Page(HTMLParser):
@@ -306,10 +231,8 @@ def test_the_reference_shows_signatures_and_arguments(site):
 def test_a_search_finds_the_right_page(site):
     """The right page is the first or second result, as the site's own search ranks them."""
     (worker,) = site.glob("assets/javascripts/workers/search.*.js")
-    command = NODE, "--input-type=module", "-", worker, site / "search.json"
-    done = subprocess.run(
-        [*command, *SEARCHES], input=SEARCH, capture_output=True, text=True, check=True
-    )
+    command = NODE, SCRIPTS / "search.mjs", worker, site / "search.json", *SEARCHES
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = {words: pages[:2] for words, pages in json.loads(done.stdout).items()}
     wrong = {
         words: found[words]
@@ -392,9 +315,10 @@ def browsed(site, folder, scheme, pages):
             self.send_response(204)
             self.end_headers()
 
-    (site.parent / "probe.html").write_text(
-        PROBE.replace("PAGES", json.dumps(list(pages)))
-    )
+    probe = (SCRIPTS / "probe.html").read_text().replace("VERSION", VERSION)
+    for name, value in (("WIDTHS", WIDTHS), ("SCREEN", SCREEN), ("PAGES", [*pages])):
+        probe = probe.replace(name, json.dumps(value))
+    (site.parent / "probe.html").write_text(probe)
     serve = partial(Handler, directory=str(site.parent))
     log = folder / "said.txt"
     with (

@@ -7,17 +7,15 @@ If several folders have a file of that name, add the folder: `laws.test_ring::te
 import functools
 import importlib
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import attrs
-import pytest
+from _pytest.mark.structures import ParameterSet  # pytest has no public name for ids
+from _pytest.python import IdMaker
 
 _ROOT = Path(__file__).parents[1]
-_PARAM = type(pytest.param())
 
 
 @attrs.frozen
@@ -77,52 +75,12 @@ def _parametrized(
     names: str | Sequence[str], rows: Iterable[Any], ids: Any = None
 ) -> list[tuple[str, dict[str, Any]]]:
     """Return the id and the arguments for each row of a `pytest.mark.parametrize`."""
-    if isinstance(names, str):
-        names = names.replace(" ", "").split(",")
-    listed = None if ids is None or callable(ids) else list(ids)
-    said, found = [], []
-    for index, row in enumerate(rows):
-        is_param = isinstance(row, _PARAM)
-        values = row.values if is_param else row if len(names) > 1 else [row]
-        own = [_id(n, v, index, ids) for n, v in zip(names, values, strict=True)]
-        explicit = (
-            row.id if is_param and row.id is not None else listed and listed[index]
-        )
-        said.append("-".join(own) if explicit is None else _escaped(str(explicit)))
-        found.append(dict(zip(names, values, strict=True)))
-    return list(zip(_told_apart(said), found, strict=True))
-
-
-def _id(name: str, value: Any, index: int, ids: Any) -> str:
-    """Return the id that pytest creates for a parameter's value."""
-    said = ids(value) if callable(ids) else None
-    value = value if said is None else said
-    if isinstance(value, bytes):
-        return value.decode("ascii", "backslashreplace")
-    if isinstance(value, str):
-        return _escaped(value)
-    if value is None or isinstance(value, int | float | complex | Enum):
-        return str(value)
-    called = getattr(value, "__name__", None)
-    return called if isinstance(called, str) else f"{name}{index}"
-
-
-def _escaped(text: str) -> str:
-    return text.encode("unicode_escape").decode()
-
-
-def _told_apart(ids: list[str]) -> list[str]:
-    """Append numbers to ids that occur several times, as pytest does."""
-    counts, numbers = Counter(ids), Counter[str]()
-    found = []
-    for each in ids:
-        if counts[each] == 1:
-            found.append(each)
-            continue
-        between = "_" if each[-1:].isdigit() else ""
-        found.append(f"{each}{between}{numbers[each]}")
-        numbers[each] += 1
-    return found
+    names, is_single = ParameterSet._parse_parametrize_args(names, rows)
+    sets = ParameterSet._parse_parametrize_parameters(rows, is_single)
+    made = (ids, None) if callable(ids) else (None, ids and list(ids))
+    said = IdMaker(names, sets, *made, config=None, nodeid=None)
+    args = [dict(zip(names, each.values, strict=True)) for each in sets]
+    return list(zip(said.make_unique_parameterset_ids(), args, strict=True))
 
 
 @functools.cache
