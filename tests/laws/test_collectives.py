@@ -95,20 +95,6 @@ def test_all_reduce_is_the_sum(size: int, given: list[Part]) -> None:
     assert len(log) == (len(dtypes) if size > 1 else 0)
 
 
-@given(size=sizes, given=parts)
-def test_broadcast_gives_the_values_of_rank_0(size: int, given: list[Part]) -> None:
-    """All ranks hold what rank 0 held; once more changes nothing."""
-    expected = [each.on(0) for each in given]
-
-    def broadcast(world: af.World) -> None:
-        tensors = [each.on(world.rank) for each in given]
-        for _ in range(2):
-            collectives.broadcast_(tensors, world, label="values of rank 0")
-            assert all(map(exactly, expected, tensors))
-
-    simulate(size, broadcast)
-
-
 @given(size=sizes, given=part, layout=st.sampled_from([*LAYOUTS, "expanded"]))
 def test_all_gather_gives_each_rank_s_tensor(size, given, layout):
     """The results are every rank's tensor, in order, and share memory with nothing."""
@@ -130,27 +116,6 @@ def test_all_gather_gives_each_rank_s_tensor(size, given, layout):
             tensor.fill_(77)
 
     simulate(size, gather)
-
-
-@given(
-    counts=st.lists(st.integers(0, 4), min_size=1, max_size=4),
-    tail=shapes,
-    dtype=st.sampled_from(DTYPES),
-)
-def test_ragged_rows_are_put_together(counts, tail, dtype):
-    """Rows of unequal numbers, none too, come in rank order, and no row of padding."""
-    given = [
-        Part((max(count, 1), *tail), dtype, "contiguous", rank).on(rank)
-        for rank, count in enumerate(counts)
-    ]
-    expected = torch.cat([t[:c] for t, c in zip(given, counts, strict=True)])
-
-    def gather(world: af.World) -> None:
-        mine = given[world.rank][: counts[world.rank]]
-        found = collectives.join_rows(mine, counts, world, label="rows")
-        assert exactly(expected, found)
-
-    simulate(len(counts), gather)
 
 
 @given(texts=st.lists(st.text(max_size=9), min_size=1, max_size=4))
@@ -506,52 +471,6 @@ def test_objects_arrive_whole(values, pickle, data):
     expected = (values, values[root], values)
     for found in simulate(size, fn):
         assert repr(expected) == repr(found)
-
-
-@given(size=sizes, rows=st.integers(0, 3), scalar=st.booleans())
-def test_gathering_is_differentiated(size: int, rows: int, scalar: bool) -> None:
-    """A rank's part gets the sum of the gradients that all ranks have for it."""
-    shape = () if scalar else (rows, 2)
-    count = size * (1 if scalar else rows * 2)
-
-    def fn(world: af.World) -> None:
-        generator = torch.Generator().manual_seed(3)
-        factors = torch.randint(-4, 5, (size, count), generator=generator).double()
-        mine = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
-        joined = af.all_gather(mine, world, grad=True)
-        (joined.reshape(-1) * factors[world.rank]).sum().backward()
-        own = count // size
-        expected = factors.sum(0)[world.rank * own :][:own].reshape(shape)
-        assert mine.grad is not None
-        assert exactly(expected, mine.grad)
-
-    simulate(size, fn)
-
-
-def test_contrastive_losses_are_those_of_one_process():
-    """Under `wrap_ddp`, a loss over all ranks' embeddings trains as on one rank."""
-    rows = torch.arange(1.0, 17.0, dtype=torch.float64).reshape(8, 2) / 16
-
-    def train(world: af.World) -> torch.Tensor:
-        def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
-            everyone = af.all_gather(model(batch), world, grad=True)
-            return (everyone @ everyone.T).logsumexp(1).mean()
-
-        state = af.TrainState.create(
-            model=lambda: torch.nn.Linear(2, 3, dtype=torch.float64),
-            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-            data=af.Data(rows, global_batch_size=8),
-            setup=af.chain(af.shard_data(), af.wrap_ddp()),
-            world=world,
-        )
-        step = af.make_step(loss)
-        for batch in af.batches(state, until_epoch=3):
-            state, _ = step(state, batch)
-        return state.params["weight"].clone()
-
-    (alone,) = simulate(1, train)
-    for each in (*simulate(2, train), *simulate(4, train)):
-        assert torch.allclose(alone, each, rtol=1e-12, atol=0)
 
 
 # Extreme numbers, unusual records, permuted names, and second derivatives

@@ -19,14 +19,7 @@ from tests.internals import FIELDS, Update, transform
 from tests.laws.worlds import Found
 from tests.strategies import OPTIMIZERS, differences, model, tensors
 
-BEFORE = (
-    "loss",
-    "value_and_grad",
-    "hyper",
-    "grads",
-    "after_skip",
-    "module",
-)
+BEFORE = ("loss", "value_and_grad", "hyper", "grads", "after_skip", "module")
 """Fields whose failure leaves the state as it was; after_skip is after_update behind a skip."""
 LATER = ("after_update", "finalize")
 """Fields whose state has been updated by then."""
@@ -160,17 +153,22 @@ def expected_of(play: Play, size: int) -> list[list[Found]]:
     """Return the states of the run in which nothing fails, by rank."""
 
     def train(world: af.World) -> list[Found]:
-        state, step, found = (
-            play.state(world, fails=False),
-            af.make_step(loss_of(play)),
-            [],
-        )
+        state, found = play.state(world, fails=False), []
+        step = af.make_step(loss_of(play))
         for batch in play.batches():
             state, _ = step(state, batch)
             found.append(counted(state))
         return found
 
     return list(simulate(size, train))
+
+
+def compare(play: Play, size: int, train: Callable[[af.World], list[Found]]) -> None:
+    """Compare each rank's states with those of the run in which nothing fails."""
+    expected = expected_of(attrs.evolve(play, at=0), size)
+    for one, two in zip(expected, simulate(size, train), strict=True):
+        for wanted, found in zip(one, two, strict=True):
+            assert differences(wanted, found) == []
 
 
 def counted(state: af.TrainState) -> Found:
@@ -183,11 +181,8 @@ def test_a_failed_call_costs_itself(play: Play, size: int) -> None:
     """The state is as it was, its counts and slots too; tried again, the run goes on bitwise."""
 
     def train(world: af.World) -> list[Found]:
-        state, step, found = (
-            play.state(world, fails=True),
-            af.make_step(loss_of(play)),
-            [],
-        )
+        state, found = play.state(world, fails=True), []
+        step = af.make_step(loss_of(play))
         for batch in play.batches():
             before = counted(state)
             try:
@@ -198,11 +193,7 @@ def test_a_failed_call_costs_itself(play: Play, size: int) -> None:
             found.append(counted(state))
         return found
 
-    for one, two in zip(
-        expected_of(attrs.evolve(play, at=0), size), simulate(size, train), strict=True
-    ):
-        for wanted, found in zip(one, two, strict=True):
-            assert differences(wanted, found) == []
+    compare(play, size, train)
 
 
 @given(play=plays, size=SIZES)
@@ -234,11 +225,7 @@ def test_gradients_of_a_failed_update(play: Play, size: int) -> None:
             found.append(counted(state))
         return found
 
-    for one, two in zip(
-        expected_of(attrs.evolve(play, at=0), size), simulate(size, train), strict=True
-    ):
-        for wanted, found in zip(one, two, strict=True):
-            assert differences(wanted, found) == []
+    compare(play, size, train)
 
 
 @pytest.mark.parametrize("field", LATER)
@@ -248,11 +235,8 @@ def test_a_state_that_was_updated_says_so(field, at, first, size):
     play = Play(field, at, first, "adamw", 1, scaled=False)
 
     def train(world: af.World) -> list[Found]:
-        state, step, found = (
-            play.state(world, fails=True),
-            af.make_step(loss_of(play)),
-            [],
-        )
+        state, found = play.state(world, fails=True), []
+        step = af.make_step(loss_of(play))
         for batch in play.batches():
             kept, tried = state.copy(), state.num_tried
             try:
@@ -272,8 +256,4 @@ def test_a_state_that_was_updated_says_so(field, at, first, size):
                     ended.copy()
         return found
 
-    for one, two in zip(
-        expected_of(attrs.evolve(play, at=0), size), simulate(size, train), strict=True
-    ):
-        for wanted, found in zip(one, two, strict=True):
-            assert differences(wanted, found) == []
+    compare(play, size, train)

@@ -207,30 +207,6 @@ def test_a_checksum_tells_where_parts_of_a_large_tensor_stand(chunks, dtype):
     assert is_same == (int(checksum(tensor)) == int(checksum(moved)))
 
 
-COPIES = {
-    "gather": af.all_gather,
-    "gather ragged": functools.partial(af.all_gather, ragged=True),
-    "reduce": af.all_reduce,
-    "broadcast": af.broadcast,
-    "all to all": lambda given, world: af.all_to_all([given] * world.size, world)[0],
-}
-
-
-@pytest.mark.parametrize("call", COPIES.values(), ids=COPIES)
-def test_entries_of_several_dtypes_keep_their_places(call):
-    """Tensors travel a dtype at a time, and each comes back where it stood."""
-    dtypes = [torch.float32, torch.int64, torch.float32, torch.int64]
-
-    def fn(world):
-        given = [torch.ones(i + 1).to(dtype) for i, dtype in enumerate(dtypes)]
-        found = call(given, world)
-        assert [each.dtype for each in found] == dtypes
-        times = len(found[0])
-        assert [len(each) for each in found] == [times * len(own) for own in given]
-
-    simulate(2, fn)
-
-
 @pytest.mark.parametrize("other", ["frozen", "longer", "wider"])
 def test_ranks_that_hold_other_models_are_told(other):
     """In names, shapes, and which parameters are trained, whatever their values."""

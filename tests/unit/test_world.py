@@ -210,20 +210,14 @@ def test_a_device_that_no_backend_joins():
         meeting._backend(torch.device("maia"))
 
 
+@pytest.mark.parametrize("ranks", [{}, {"RANK": 0, "WORLD_SIZE": 1}])
 @pytest.mark.filterwarnings("ignore:Device capability of no_such_backend unknown")
-def test_unknown_backend(env):
-    """An unknown backend is named, before anything is opened."""
-    env(RANK=0, WORLD_SIZE=1, **rendezvous())
+def test_unknown_backend(env, ranks):
+    """An unknown backend is named, before anything is opened, in a single process too."""
+    env(**ranks, **(rendezvous() if ranks else {}))
     with pytest.raises(WorldError, match="'no_such_backend'.*gloo"):
         af.World.from_env(backend="no_such_backend", device="cpu")
     assert not dist.is_initialized()
-
-
-def test_unknown_backend_of_a_single_process(env):
-    """A backend that does not exist is refused in a single process too."""
-    env()
-    with pytest.raises(WorldError, match="no_such_backend"):
-        af.World.from_env(backend="no_such_backend", device="cpu")
 
 
 @no_gpu
