@@ -10,11 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Alive(TorchDispatchMode):
-    """Counts the memory that operations make while it is entered, on this thread.
-
-    Attributes:
-        most: bytes that were alive at once.
-    """
+    """Counts the memory that operations make while it is entered, on this thread."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -58,8 +58,6 @@ class Tower(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer that all samples go through."""
-
     def __init__(self, sizes: tuple[int, ...]) -> None:
         super().__init__()
         self.layer = Expert(sizes[0])
@@ -80,8 +78,6 @@ def _normed(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class Normed(nn.Module):
-    """Batch normalization that all samples go through."""
-
     def __init__(self, _: tuple[int, ...]) -> None:
         super().__init__()
         self.norm = Norm()
@@ -91,8 +87,6 @@ class Normed(nn.Module):
 
 
 class NormedExpert(Expert):
-    """A layer behind batch normalization."""
-
     def __init__(self, hidden: int) -> None:
         super().__init__(hidden)
         self.norm = Norm()
@@ -102,8 +96,6 @@ class NormedExpert(Expert):
 
 
 class NormedBranches(Branches):
-    """Experts that each normalize their samples."""
-
     expert = NormedExpert
 
 
@@ -153,7 +145,6 @@ class Branching:
     syncs: bool = False
 
     def data(self) -> af.Data:
-        """Return inputs, routes and targets."""
         generator = torch.Generator().manual_seed(self.seed)
         draw = partial(torch.randn, generator=generator, dtype=torch.float64)
         shape = self.n, len(self.stages)

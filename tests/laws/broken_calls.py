@@ -5,7 +5,7 @@ import functools
 import gc
 import io
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, ClassVar
@@ -185,29 +185,9 @@ def told(value: Any) -> Any:
 # The calls
 
 
-def step(scene: Scene) -> Any:
-    return STEPS[scene.loss](scene.state, scene.batch)[0]
-
-
-def step_on_a_copy(scene: Scene) -> Any:
-    return STEPS[scene.loss](scene.state, scene.batch, donate=False)[0]
-
-
-def gradients(scene: Scene) -> Any:
-    return scene.gradients()
-
-
-def more_gradients(scene: Scene) -> Any:
-    return scene.gradients(into=scene.gradients())
-
-
 def older_gradients(scene: Scene) -> Any:
     first, second = scene.gradients(), scene.gradients()
     return scene.gradients(into=first), second
-
-
-def apply(scene: Scene) -> Any:
-    return af.apply_grads(scene.state, scene.gradients())
 
 
 def finalize(scene: Scene) -> Any:
@@ -219,29 +199,9 @@ def build(scene: Scene) -> Any:
     return af.prepare_engine(scene.state)
 
 
-def copy(scene: Scene) -> Any:
-    return scene.state.copy()
-
-
-def eval_params(scene: Scene) -> Any:
-    return dict(af.eval_params(scene.state))
-
-
-def full_params(scene: Scene) -> Any:
-    return af.full_params(scene.state, at="eval")
-
-
-def with_setup(scene: Scene) -> Any:
-    return scene.state.with_setup(af.chain(SETUPS["many"], Everywhere(name="new")))
-
-
 def with_params(scene: Scene) -> Any:
     doubled = {n: 2 * p for n, p in scene.state.params.items()}
     return scene.state.with_params(doubled)
-
-
-def with_trainable(scene: Scene) -> Any:
-    return scene.state.with_trainable(lambda name, _: name.startswith("head"))
 
 
 def bind(scene: Scene) -> Any:
@@ -249,30 +209,14 @@ def bind(scene: Scene) -> Any:
         return inside(measure(net.eval(), X[:2]).detach())
 
 
-def frozen(scene: Scene) -> Any:
-    return af.snapshot_model(scene.state, at="eval")
-
-
 def rng(scene: Scene) -> Any:
     with af.fork_rng(scene.state, "a word"):
         return inside(torch.rand(3))
 
 
-def evaluate(scene: Scene) -> Any:
-    return af.evaluate(scene.state, af.Data(X, global_batch_size=8), measure)
-
-
 def predict(scene: Scene) -> Any:
     data = af.Data(X, global_batch_size=8)
     return list(af.predict(scene.state, data, lambda net, batch: net(batch)))
-
-
-def batches(scene: Scene) -> Any:
-    return [batch for batch, _ in zip(af.batches(scene.state), range(5), strict=False)]
-
-
-def seek(scene: Scene) -> Any:
-    return af.seek(scene.state, 6)
 
 
 def kept(scene: Scene) -> Path:
@@ -294,21 +238,9 @@ def load(scene: Scene) -> Any:
     return af.load(scene.state, kept(scene) / "saved")
 
 
-def load_part(scene: Scene) -> Any:
-    return af.load_part(scene.state, kept(scene) / "saved", ["params", "buffers"])
-
-
 def export(scene: Scene) -> Any:
     af.export_model(scene.state, scene.folder / "exported", at="eval")
     return tree(scene.folder)
-
-
-def import_model(scene: Scene) -> Any:
-    return af.import_model(Net, kept(scene) / "exported")
-
-
-def import_onto(scene: Scene) -> Any:
-    return af.import_model(scene.net, kept(scene) / "exported")
 
 
 def stored(scene: Scene) -> Any:
@@ -350,14 +282,6 @@ def with_world(scene: Scene) -> Any:
     return af.with_world(scene.state, other)
 
 
-def split(scene: Scene) -> Any:
-    return af.split_over_ranks({"x": X}, scene.state.world)
-
-
-def lockstep(scene: Scene) -> Any:
-    return list(af.join_uneven([X[:2], [X[2:4], X[4:6]]], scene.state.world))
-
-
 def read_ahead(scene: Scene) -> Any:
     """Read in a process of its own, whose pipes lie in a cycle of torch's."""
     data = af.Data(Rows(), global_batch_size=8, num_workers=1)
@@ -375,32 +299,10 @@ def profile(scene: Scene) -> Any:
     return [each.name for each in scene.folder.iterdir()]
 
 
-def memory(scene: Scene) -> Any:
-    return str(af.memory(scene.state))
-
-
-def memory_estimate(scene: Scene) -> Any:
-    return str(
-        af.memory_estimate(Net, scene.state.setup, optimizer=OPTIMIZERS["adamw"])
-    )
-
-
 def explain(scene: Scene) -> Any:
     with redirect_stdout(io.StringIO()) as said:
         scene.state.setup.explain()
     return said.getvalue()
-
-
-def create(_: Scene) -> Any:
-    return created("users", "adamw")
-
-
-def create_in_parts(_: Scene) -> Any:
-    return af.TrainState.create(
-        model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)),
-        optimizer=OPTIMIZERS["adamw"],
-        init="shard",
-    )
 
 
 def run(scene: Scene) -> Any:
@@ -453,14 +355,6 @@ def jsonl(scene: Scene) -> Any:
     return len(path.read_text().splitlines())
 
 
-def simulated(_: Scene) -> Any:
-    return simulate(2, lambda world: af.all_reduce(torch.ones(2), world, "sum")).results
-
-
-def observe(scene: Scene) -> Any:
-    return af.report_metric(scene.state, 0.5)
-
-
 def empty_weights(_: Scene) -> Any:
     with af.empty_weights():
         return [str(each.device) for each in inside(a_net()).parameters()]
@@ -474,29 +368,84 @@ def tree(folder: Path) -> dict[str, bytes]:
     }
 
 
-CALLS: dict[str, Callable[[Scene], Any]] = {
-    each.__name__: each
-    for each in (
-        *(step, step_on_a_copy, gradients, more_gradients, older_gradients, apply),
-        *(finalize, build),
-        *(copy, eval_params, full_params, with_setup, with_params, with_trainable),
-        *(bind, frozen, rng, evaluate, predict, batches, seek, save, load, load_part),
-        *(export, import_model, import_onto, stored, restored, memory),
-        *(memory_estimate, explain, create, create_in_parts, run, stopping),
-        *(find_batch_size, placed, jsonl, simulated, observe, empty_weights),
-        *(
-            stored_behind,
-            import_state,
-            with_world,
-            split,
-            lockstep,
-            read_ahead,
-            profile,
-        ),
-    )
+CALLS = {
+    "step": lambda scene: STEPS[scene.loss](scene.state, scene.batch)[0],
+    "step_on_a_copy": lambda scene: STEPS[scene.loss](
+        scene.state, scene.batch, donate=False
+    )[0],
+    "gradients": lambda scene: scene.gradients(),
+    "more_gradients": lambda scene: scene.gradients(into=scene.gradients()),
+    "older_gradients": older_gradients,
+    "apply": lambda scene: af.apply_grads(scene.state, scene.gradients()),
+    "finalize": finalize,
+    "build": build,
+    "copy": lambda scene: scene.state.copy(),
+    "eval_params": lambda scene: dict(af.eval_params(scene.state)),
+    "full_params": lambda scene: af.full_params(scene.state, at="eval"),
+    "with_setup": lambda scene: scene.state.with_setup(
+        af.chain(SETUPS["many"], Everywhere(name="new"))
+    ),
+    "with_params": with_params,
+    "with_trainable": lambda scene: scene.state.with_trainable(
+        lambda name, _: name.startswith("head")
+    ),
+    "bind": bind,
+    "frozen": lambda scene: af.snapshot_model(scene.state, at="eval"),
+    "rng": rng,
+    "evaluate": lambda scene: af.evaluate(
+        scene.state, af.Data(X, global_batch_size=8), measure
+    ),
+    "predict": predict,
+    "batches": lambda scene: [
+        batch for batch, _ in zip(af.batches(scene.state), range(5), strict=False)
+    ],
+    "seek": lambda scene: af.seek(scene.state, 6),
+    "save": save,
+    "load": load,
+    "load_part": lambda scene: af.load_part(
+        scene.state, kept(scene) / "saved", ["params", "buffers"]
+    ),
+    "export": export,
+    "import_model": lambda scene: af.import_model(Net, kept(scene) / "exported"),
+    "import_onto": lambda scene: af.import_model(scene.net, kept(scene) / "exported"),
+    "stored": stored,
+    "restored": restored,
+    "memory": lambda scene: str(af.memory(scene.state)),
+    "memory_estimate": lambda scene: str(
+        af.memory_estimate(Net, scene.state.setup, optimizer=OPTIMIZERS["adamw"])
+    ),
+    "explain": explain,
+    "create": lambda _: created("users", "adamw"),
+    "create_in_parts": lambda _: af.TrainState.create(
+        model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)),
+        optimizer=OPTIMIZERS["adamw"],
+        init="shard",
+    ),
+    "run": run,
+    "stopping": stopping,
+    "find_batch_size": find_batch_size,
+    "placed": placed,
+    "jsonl": jsonl,
+    "simulated": lambda _: (
+        simulate(2, lambda world: af.all_reduce(torch.ones(2), world, "sum")).results
+    ),
+    "observe": lambda scene: af.report_metric(scene.state, 0.5),
+    "empty_weights": empty_weights,
+    "stored_behind": stored_behind,
+    "import_state": import_state,
+    "with_world": with_world,
+    "split": lambda scene: af.split_over_ranks({"x": X}, scene.state.world),
+    "lockstep": lambda scene: list(
+        af.join_uneven([X[:2], [X[2:4], X[4:6]]], scene.state.world)
+    ),
+    "read_ahead": read_ahead,
+    "profile": profile,
 }
-TOGETHER = (
-    *(step, evaluate, predict, finalize, eval_params, full_params, save, load),
-    *(with_world, split, lockstep),
-)
+TOGETHER = [
+    CALLS[name]
+    for name in (
+        *("step", "evaluate", "predict", "finalize", "eval_params", "full_params"),
+        *("save", "load", "with_world", "split", "lockstep"),
+    )
+]
 """Those that ranks make together."""

@@ -29,7 +29,6 @@ class Apart:
 
     @property
     def axes(self) -> dict[str, int] | None:
-        """Those of the world."""
         sizes = self.copies, self.ranks
         if getattr(self.engine, "within", None) == "dp_replicate":
             sizes = sizes[::-1]
@@ -38,11 +37,9 @@ class Apart:
 
     @property
     def copy_of_each(self) -> list[int]:
-        """The copy of each rank."""
         return [self.place(rank)[0] for rank in range(self.copies * self.ranks)]
 
     def same(self, other: "Apart") -> bool:
-        """Whether each rank is of the same copy."""
         return self.copy_of_each == other.copy_of_each
 
     def place(self, rank: int) -> tuple[int, int]:
@@ -56,7 +53,6 @@ class Apart:
         return simulate(self.copies * self.ranks, fn, axes=self.axes)
 
     def state(self, run: Run, world: af.World, every: Any) -> af.TrainState:
-        """Return a state whose copies train apart."""
         engine = () if self.engine is None else (self.engine,)
         if isinstance(every, af.diloco):  # it says what is evaluated
             behind = [each for each in run.behind if not isinstance(each, af.ema)]

@@ -89,13 +89,7 @@ OPTIMIZERS = {
 
 @attrs.frozen
 class Drawing:
-    """A model, and from what it is drawn.
-
-    Attributes:
-        layers: names of kinds.
-        dtype: to which the factory converts it.
-        frozen: how many parameters are not trained.
-    """
+    """A model, and from what it is drawn."""
 
     layers: tuple[str, ...]
     dtype: torch.dtype = torch.float32
@@ -104,7 +98,6 @@ class Drawing:
     seed: int = 0
 
     def model(self) -> nn.Module:
-        """Return the model."""
         model = Layers({kind: LAYERS[kind]() for kind in self.layers})
         params = list(model.parameters())
         for param in params[: min(self.frozen, len(params) - 1)]:
@@ -114,7 +107,6 @@ class Drawing:
     def state(
         self, world: af.World, *engine: object, init: Any = "shard"
     ) -> af.TrainState:
-        """Return the state before the first update."""
         return af.TrainState.create(
             model=self.model,
             optimizer=OPTIMIZERS[self.optimizer],
@@ -127,7 +119,6 @@ class Drawing:
 
 @st.composite
 def drawings(draw: st.DrawFn, **fixed: Any) -> Drawing:
-    """Draw a model."""
     kinds = st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, unique=True)
     drawn = {
         "layers": tuple(draw(kinds)),
@@ -140,5 +131,4 @@ def drawings(draw: st.DrawFn, **fixed: Any) -> Drawing:
 
 
 def drawn_in(world: af.World, drawing: Drawing, engine: tuple[object, ...]) -> Tensors:
-    """Return a state's tensors before the first update."""
     return tensors(drawing.state(world, *engine))

@@ -50,16 +50,7 @@ CALLS: Mapping[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
 
 @attrs.frozen
 class Loop:
-    """A training of equal shares, by accelfn and by hand.
-
-    Attributes:
-        optimizer: its name.
-        micro: how many micro-batches an update has, each of two samples a rank.
-        clip: the largest norm, or None.
-        options: of `wrap_fsdp`, beside the units, which are those of a list.
-        dtype: of parameters.
-        call: how the model is given its inputs.
-    """
+    """A training of equal shares, by accelfn and by hand."""
 
     optimizer: str
     micro: int

@@ -48,14 +48,7 @@ acts = st.lists(
 
 @attrs.frozen
 class Training:
-    """What is trained.
-
-    Attributes:
-        fresh: makes the state at the beginning.
-        data: what it is evaluated on.
-        loss: what is stepped on.
-        raising: losses that raise, by act.
-    """
+    """What is trained."""
 
     fresh: Callable[[af.World], af.TrainState]
     data: Callable[[], af.Data]
@@ -73,8 +66,6 @@ class Kin:
 
 @attrs.define
 class History:
-    """Does things to states."""
-
     of: Training
     world: af.World
     folder: str

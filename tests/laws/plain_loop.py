@@ -20,21 +20,7 @@ Params = dict[str, torch.Tensor]
 
 @attrs.frozen
 class Recipe:
-    """What is trained, on what, and by which arithmetic.
-
-    Attributes:
-        n: samples there are.
-        seed: of samples and weights.
-        net: which parts the model has.
-        loss: which loss.
-        optimizer: which optimizer.
-        groups: whether biases are a group of their own, with other options.
-        schedule: which schedule.
-        clip_norm: the bound of the gradient's norm, and of which norm; None is no bound.
-        clip_value: the bound of its elements.
-        decay: of an average of the parameters.
-        broken: the sample that is not a number; updates that see it are skipped.
-    """
+    """What is trained, on what, and by which arithmetic."""
 
     n: int = 8
     seed: int = 0
@@ -49,7 +35,6 @@ class Recipe:
     broken: int | None = None
 
     def samples(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets."""
         generator = torch.Generator().manual_seed(self.seed)
         draw = partial(torch.randn, generator=generator, dtype=torch.float64)
         x, y = draw(self.n, IN), draw(self.n, OUT)
@@ -90,7 +75,6 @@ class Net(nn.Module):
 
 
 def errors(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the error of each sample."""
     return (net(x) - y).square().sum(1)
 
 
@@ -145,14 +129,7 @@ SCHEDULES = sorted([*FACTORS, *SCHEDULERS])
 
 @attrs.frozen
 class Trained:
-    """What the loop held after each batch.
-
-    Attributes:
-        params: copies of the parameters.
-        losses: the mean of each batch.
-        skipped: whether each batch was skipped.
-        averaged: the average at the end, if there is one.
-    """
+    """What the loop held after each batch."""
 
     params: list[Params]
     losses: list[float]
@@ -161,7 +138,6 @@ class Trained:
 
 
 def train(recipe: Recipe, order: Sequence[Sequence[int]]) -> Trained:
-    """Train over batches of these samples."""
     net = Net(recipe)
     named = [(n, p) for n, p in net.named_parameters() if p.requires_grad]
     optimizer = make_optimizer(recipe.optimizer, groups=recipe.groups, named=named)
@@ -203,7 +179,6 @@ def _scheduler(kind: str | None, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _clip_(recipe: Recipe, gradients: list[torch.Tensor]) -> None:
-    """Clip by norm, and then by value."""
     if recipe.clip_norm is not None:
         bound, kind = recipe.clip_norm
         flat = torch.cat([g.reshape(-1) for g in gradients])

@@ -88,7 +88,6 @@ class Setup:
         return (epoch * self.updates)[: self.updates]
 
     def state(self, world: af.World) -> af.TrainState:
-        """Return the state before the first update."""
         judges = {
             "skip": af.skip_nonfinite(),
             "fp16": af.autocast("fp16", init_scale=64.0, growth_interval=1),
@@ -114,8 +113,6 @@ class Setup:
 
 
 class Replica:
-    """One rank by hand."""
-
     def __init__(self, setup: Setup) -> None:
         self.setup, self.net = setup, Net()
         self.optimizer = OPTIMIZERS[setup.optimizer](self.net.parameters())
@@ -147,7 +144,6 @@ class Replica:
         return [param for param in self.net.parameters() if param.requires_grad]
 
     def step(self, weight: float, seen: torch.Tensor) -> None:
-        """Take the update."""
         if self.setup.clip is not None:
             flat = torch.cat([param.grad.flatten() for param in self.trained])
             if flat.norm() > self.setup.clip:
@@ -158,13 +154,11 @@ class Replica:
         self.weight += weight
 
     def follow(self) -> None:
-        """Move the average."""
         for name, param in self.net.named_parameters():
             decay = self.setup.decay or 0.0
             self.average[name].mul_(decay).add_((1 - decay) * param.detach())
 
     def moments(self) -> list[torch.Tensor]:
-        """Return the optimizer's tensors, but for counts."""
         entries = [self.optimizer.state[p] for p in self.net.parameters()]
         return [
             value

@@ -14,7 +14,6 @@ from tests.strategies import Run, differences, tensors
 
 @cache
 def base() -> af.TrainState:
-    """Return a state before its first update."""
     return Run(n=4, batch_size=2).state()
 
 

@@ -16,16 +16,7 @@ from tests.internals import Block, join, wide
 
 @attrs.frozen
 class Call:
-    """A call of attention, and where its keys are cut.
-
-    Attributes:
-        num: samples, heads of keys, queries, and features.
-        shared_by: heads of queries that share one of keys.
-        features: of values; None are those of queries, for which there is a kernel.
-        mask: its dims that are not 1: none of them, or of heads, queries and keys.
-        cuts: how many keys each block has.
-        device: where blocks are computed.
-    """
+    """A call of attention, and where its keys are cut."""
 
     num: tuple[int, int, int, int]
     shared_by: int
@@ -93,7 +84,6 @@ def in_one_piece(call: Call, *, is_causal: bool) -> list[torch.Tensor]:
 
 
 def in_blocks(call: Call, *, is_causal: bool) -> list[torch.Tensor]:
-    """Return the same of blocks."""
     query, key, value, mask, upstream = (
         each if each is None else each.to(call.device) for each in call.drawn()
     )
@@ -125,7 +115,6 @@ def in_blocks(call: Call, *, is_causal: bool) -> list[torch.Tensor]:
 
 
 def check(call: Call, *, is_causal: bool) -> None:
-    """Hold the two against each other."""
     near = NEAR[call.dtype]
     expected, found = (
         fn(call, is_causal=is_causal) for fn in (in_one_piece, in_blocks)

@@ -37,7 +37,6 @@ def test_ranks_normalize_in_other_layers(run):
 def check(
     run: Branching, raised: type[af.errors.Error] | tuple[type[af.errors.Error], ...]
 ) -> None:
-    """Train on ranks and alone."""
     errors: list[af.errors.Error] = []
     size, told, found = prod(run.axes.values()), None, ()
     try:

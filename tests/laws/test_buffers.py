@@ -107,8 +107,6 @@ class Turns(Keeping):
 
 
 class Outer(nn.Module):
-    """Two such modules, one after the other."""
-
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = Turns(), Turns()

@@ -67,8 +67,6 @@ def test_one_reduction_an_update(run, size, parts, ddp):
 
 
 class Counting(nn.Module):
-    """Counts its passes in a buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 1)

@@ -22,8 +22,6 @@ SHARED = af.chain(af.shard_data(), af.wrap_ddp())
 
 @af.transform
 class Rate:
-    """A user's transform."""
-
     value: float
 
     def hyper(self, hyper: Any, slot: None, update: af.Update) -> Any:

@@ -34,20 +34,13 @@ SHAPES = [(), (1,), (2,), (5,), (3, 2), (7, 3), (4, 1, 2), (1, 6)]
 
 @attrs.frozen
 class Case:
-    """Parameters in groups, which DeepSpeed has cut.
-
-    Attributes:
-        shapes: of the parameters of each group.
-        stage: of ZeRO.
-        ranks: among which they are cut.
-    """
+    """Parameters in groups, which DeepSpeed has cut."""
 
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
     stage: int
     ranks: int
 
     def values(self, seed: int = 0) -> dict[str, torch.Tensor]:
-        """Return what the parameters hold."""
         generator = torch.Generator().manual_seed(seed)
         return {
             f"{i}.{j}": torch.randn(shape, generator=generator)
@@ -56,7 +49,6 @@ class Case:
         }
 
     def of_group(self, i: int, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the values of a group, each flat."""
         return [v.reshape(-1) for name, v in values.items() if name.startswith(f"{i}.")]
 
     def flat(self, i: int, rank: int, values: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -209,8 +209,6 @@ def test_what_is_frozen_apart_goes_to_the_mean(frozen, mix):
 
 
 class Noisy(torch.optim.SGD):
-    """Adds noise, as stochastic gradient Langevin dynamics does."""
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().step(closure)

@@ -25,19 +25,15 @@ Found = dict[str, torch.Tensor]
 
 @attrs.frozen
 class Lying:
-    """How a model lies over ranks."""
-
     engine: object
     axes: dict[str, int]
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return prod(self.axes.values())
 
     @property
     def splits(self) -> bool:
-        """Whether each rank has a part."""
         return isinstance(self.engine, af.wrap_fsdp) and self.axes["dp_shard"] > 1
 
     def on_ranks(self, fn: Any) -> list[Any]:
@@ -62,7 +58,6 @@ layouts = st.sampled_from(LAYOUTS)
 
 
 def stepped(run: Run, state: af.TrainState, updates: int) -> af.TrainState:
-    """Return a state after more updates."""
     step = af.make_step(LOSSES[run.loss])
     for batch in run.batches(state, updates):
         state, _ = step(state, batch)

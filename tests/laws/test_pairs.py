@@ -99,8 +99,6 @@ def calls_of(slot: Any) -> tuple[str, ...]:
 
 @transform
 class Skips:
-    """Skip some updates."""
-
     at: tuple[int, ...] = ()
 
     def grads(self, grads: af.Grads, slot: None, update: Update) -> Any:
@@ -130,7 +128,6 @@ X = torch.arange(8, dtype=torch.float64)
 
 
 def create(*setup: object, **options: Any) -> af.TrainState:
-    """Return the state of one number."""
     return af.TrainState.create(
         model=lambda: nn.ParameterList([torch.ones((), dtype=torch.float64)]),
         optimizer=options.pop("optimizer", functools.partial(torch.optim.SGD, lr=1.0)),

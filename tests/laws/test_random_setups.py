@@ -72,7 +72,6 @@ class Setup:
         )
 
     def state(self, world: af.World, setup: af.chain | None = None) -> af.TrainState:
-        """Return the state before the first update."""
         recipe = self.recipe
         schedule: Any = plain.FACTORS.get(recipe.schedule or "")
         if recipe.schedule in plain.SCHEDULERS:
@@ -187,7 +186,6 @@ units = st.sampled_from([None, torch.nn.Linear])
 
 @st.composite
 def setups(draw: st.DrawFn) -> Setup:
-    """Draw a setup that has a meaning."""
     n = draw(st.integers(2, 20))
     reduce = draw(
         st.sampled_from(["ddp", "fsdp", "fsdp", "local", "sums", "gather", "by hand"])

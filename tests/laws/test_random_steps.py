@@ -42,7 +42,6 @@ class Net(nn.Module):
 
 
 def parts_of(net: nn.Module, batch: Values) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what two tasks lose at each sample."""
     x, _, _ = batch
     found = net(x)
     return found[:, 0].square(), torch.tanh(found[:, 1])
@@ -124,7 +123,6 @@ class Setup:
         return epoch * (2 * len(self.hows))
 
     def state(self, world: af.World) -> af.TrainState:
-        """Return the state before the first update."""
         reduce = {
             "ddp": af.wrap_ddp(),
             "fsdp": af.wrap_fsdp(),
@@ -147,8 +145,6 @@ class Setup:
 
 @attrs.frozen
 class Moment:
-    """What a rank has behind an update."""
-
     params: dict[str, torch.Tensor]
     seen: torch.Tensor
     means: dict[str, float]

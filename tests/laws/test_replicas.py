@@ -182,8 +182,6 @@ def test_whatever_differs_in_a_state_is_named(field, culprit):
 
 @attrs.frozen
 class Keeping:
-    """An object that says its state."""
-
     values: list[object]
 
     def state_dict(self) -> dict[str, object]:

@@ -51,7 +51,6 @@ def test_what_is_drawn_is_the_same_in_any_layout(drawing, lying):
 
 
 def spoken(speech: Speech, world: af.World, *engine: object, init: str) -> Any:
-    """Return a state of a model that attends."""
     micro = af.accumulate(num_micro_batches=speech.micro)
     return af.TrainState.create(
         model=speech.model(world),

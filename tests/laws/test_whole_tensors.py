@@ -46,7 +46,6 @@ class Piece:
         return found
 
     def whole(self, seed: int) -> torch.Tensor:
-        """Return what is cut; the bits say nothing."""
         generator = torch.Generator().manual_seed(seed)
         count = prod(self.shape) * self.dtype.itemsize
         drawn = torch.randint(0, 256, (count,), generator=generator).to(torch.uint8)

@@ -25,8 +25,6 @@ class Shard:
 
 @af.transform
 class Accumulate:
-    """`accumulate(num_micro_batches=)`."""
-
     num: int
 
     @property
@@ -208,8 +206,6 @@ class Scale:
 
 @af.transform
 class Autocast:
-    """`autocast("bf16")`: a wrapped loss."""
-
     def loss(self, loss_fn: Callable[..., Any], slot: Any, update: Any) -> Any:
         def inside(model, batch, *extras):
             torch.clear_autocast_cache()

@@ -13,8 +13,6 @@ from tests.internals import check_integer, integer, is_integer, is_number, truth
 
 @attrs.frozen
 class Bag:
-    """Holds arguments."""
-
     count: int = attrs.field(default=1, validator=integer(1, "a number of beans"))
     is_open: bool = attrs.field(default=True, validator=truth(within="shop."))
 

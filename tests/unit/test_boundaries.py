@@ -62,8 +62,6 @@ NET = lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))  # noqa
 
 
 class Late(torch.optim.SGD):
-    """Couples all elements, from its second update on."""
-
     def step(self, closure=None):
         params = [p for g in self.param_groups for p in g["params"]]
         for param in params:

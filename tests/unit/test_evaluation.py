@@ -339,8 +339,6 @@ def test_a_backward_pass_in_what_is_evaluated_says_where_it_is():
 
 
 class Streamed(IterableDataset):
-    """Every so many samples, one by one."""
-
     def __init__(self, first, every):
         self.first, self.every = first, every
 

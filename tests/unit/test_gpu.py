@@ -56,7 +56,6 @@ def create(*setup: object, **options: Any) -> af.TrainState:
 
 @contextmanager
 def nobody_waits() -> Iterator[None]:
-    """Raise where the host waits for the device."""
     if devices.kind() == fake.NAME:
         with fake.waits() as found:
             yield

@@ -17,12 +17,10 @@ def plain(**changes: Any) -> dict[str, Any]:
 
 
 def check(said: dict[str, Any]) -> None:
-    """Look at what the newest format's manifest says."""
     manifest.check_structure(said)
 
 
 def nested(kind: str, depth: int) -> Any:
-    """Return plain data in so many containers."""
     found: Any = 1
     for _ in range(depth):
         found = [found] if kind == "list" else {"inside": found}

@@ -31,8 +31,6 @@ def state_of(model=lambda: nn.Linear(2, 2), **options):
 
 
 class Scaled(nn.Module):
-    """A criterion with a parameter."""
-
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
@@ -164,7 +162,6 @@ NOTES = {  # what there is at first, what it becomes, and whether that counts
 
 
 def told_in_training(state):
-    """Return what four epochs say."""
     with recorded_warnings() as told:
         for batch in af.batches(state, until_epoch=4):
             state, _ = STEP(state, batch)
@@ -186,8 +183,6 @@ def test_a_number_that_a_module_counts_on_is_told(name, num_micro_batches):
 
 
 class Counting(torch.optim.SGD):
-    """Keeps something for itself."""
-
     def __init__(self, params, first, become):
         super().__init__(params, lr=0.1)
         self.noted, self.become = copy.deepcopy(first), become
@@ -247,12 +242,10 @@ def test_a_loaded_state_that_nobody_keeps_is_told(kept, tmp_path):
 
 
 def thinned(kept, samples):
-    """Collate what is kept of these samples."""
     return torch.stack([each for each in samples if kept(float(each[0]))])
 
 
 def packed(samples):
-    """Return the samples in rows of three."""
     return torch.stack(samples).flatten()[: len(samples) // 3 * 6].reshape(-1, 6)
 
 

@@ -26,7 +26,6 @@ def seeded(fn):
 
 
 def train_by_hand(module, batches, loss_fn=square):
-    """Train as a hand-written loop does."""
     optimizer = SGD([p for p in module.parameters() if p.requires_grad])
     for batch in batches:
         optimizer.zero_grad()
@@ -35,7 +34,6 @@ def train_by_hand(module, batches, loss_fn=square):
 
 
 def train(state, batches):
-    """Train as accelfn does."""
     for batch in batches:
         state, _ = STEP(state, batch)
     return state
@@ -313,8 +311,6 @@ class Table(nn.Module):
 
 
 class Bare(nn.Linear):
-    """A layer without buffers, until its first pass."""
-
     def forward(self, x):
         self.register_buffer("later", torch.ones(()))
         return super().forward(x)

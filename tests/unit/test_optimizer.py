@@ -299,16 +299,12 @@ class Asking(optim.SGD):
 
 
 class Calling(optim.SGD):
-    """Calls the closure that nobody gave."""
-
     def step(self, closure=None):
         closure()
         return super().step()
 
 
 class Around(optim.Optimizer):
-    """Keeps another optimizer, as Lookahead does."""
-
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
         self.base = optim.Adam(

@@ -33,7 +33,6 @@ def run(*words, **named):
 
 
 def front_page(text):
-    """Return the README as an index shows it."""
     hook = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
     for each in hook["substitutions"]:
         text = re.sub(each["pattern"], each["replacement"], text)

@@ -301,8 +301,6 @@ def test_with_params_of_another_model(case):
 
 
 class Box:
-    """An object of the user's, in a slot."""
-
     def __init__(self):
         self.seen = [[0]]
 
@@ -506,8 +504,6 @@ DATA = af.Data(INPUTS, global_batch_size=4)
 
 
 class Blocks(nn.Module):
-    """Units, and what is of none of them."""
-
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4)])
@@ -520,7 +516,6 @@ class Blocks(nn.Module):
 
 
 def trained(state, updates):
-    """Return the state after some updates."""
     for batch in af.batches(state, until_epoch=updates):
         state, _ = STEP(state, batch)
         if state.step == updates:
@@ -583,8 +578,6 @@ def test_an_entry_that_follows_the_training_is_told(name):
 
 @af.transform
 class InPlace:
-    """Halves what is evaluated."""
-
     copies: bool = False
 
     def eval_params(self, params, slot, update):

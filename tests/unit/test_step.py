@@ -222,8 +222,6 @@ def test_finalize_without_debts_gives_the_state():
 
 
 class Operators(TorchDispatchMode):
-    """The names of the operators that run inside."""
-
     def __init__(self):
         super().__init__()
         self.names = set()

@@ -105,8 +105,6 @@ step(state, batch):
 
 @af.transform
 class Adds:
-    """Adds gradients up over the ranks by itself."""
-
     def reduce(self, grads, slot, update):
         return grads, slot
 
@@ -153,8 +151,6 @@ def test_a_class_may_say_what_its_slot_is_called():
 
 @af.transform
 class Draws:
-    """Draw in every update."""
-
     def grads(self, grads, slot, update):
         return grads, torch.rand(())
 
@@ -258,8 +254,6 @@ def begun(world, setup, seed=0):
 
 @af.transform
 class Remembers:
-    """Keeps a plain tensor under a parameter's name."""
-
     def init(self, state):
         return {"weight": torch.full((5, 3), 0.5, dtype=torch.float64)}
 

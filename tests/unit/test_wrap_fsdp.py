@@ -37,8 +37,6 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, of which each batch needs one more."""
-
     def __init__(self, count=2):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(count))
@@ -65,8 +63,6 @@ def in_two(fn, *args, **kw):
 
 @af.transform
 class Drift:
-    """Lets each rank do as it likes."""
-
     gives_up: ClassVar[Mapping[str, str]] = {"replicas_agree": "each does as it likes"}
 
     def after_update(self, state, slot, update):
@@ -280,8 +276,6 @@ def test_what_has_no_forward_is_no_unit(transform, case, size):
 
 
 class Nested(nn.Module):
-    """Layers in a list of their own."""
-
     def __init__(self):
         super().__init__()
         self.parts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
@@ -509,8 +503,6 @@ def test_what_lies_on_the_host_is_summed_there(kind, backend, joins):
 
 
 class Odd(nn.Module):
-    """A parameter of some shape and dtype."""
-
     def __init__(self, shape, dtype):
         super().__init__()
         self.odd = nn.Parameter(
@@ -566,8 +558,6 @@ def test_what_is_no_axis_of_samples_is_refused(within):
 
 @af.transform
 class Reduces:
-    """Would see what DistributedDataParallel has averaged already."""
-
     def reduce(self, grads, slot, update):
         return grads, slot
 
@@ -685,8 +675,6 @@ def test_summands_of_a_tensor_are_not_saved(tmp_path):
 
 
 class Pretrained(nn.Linear):
-    """Has a method to write itself."""
-
     def save_pretrained(self, directory):
         torch.save(self.state_dict(), directory / "all.pt")
 

@@ -77,8 +77,6 @@ def traced():
 
 
 class Rateless(torch.optim.Optimizer):
-    """Has no learning rate."""
-
     def __init__(self, named):
         super().__init__(named, {"speed": 0.1})
 
@@ -336,7 +334,6 @@ def test_a_lent_module_is_not_frozen():
 
 
 def transform_of(**methods):
-    """Return a transform with methods that return something."""
     body = {name: lambda *_, found=found: found for name, found in methods.items()}
     return af.transform(type("Wrong", (), body))()
 

@@ -14,7 +14,6 @@ LISTENING = "0A"
 
 
 def sockets_of(pid):
-    """Return the inodes of a process's sockets."""
     found = set()
     for each in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # the folder was open, to be read
@@ -30,7 +29,6 @@ def address_of(text):
 
 
 def listening(pid):
-    """Return where a process listens."""
     own = sockets_of(pid)
     tables = [Path(f"/proc/{pid}/net/{name}") for name in ("tcp", "tcp6")]
     rows = [row.split() for each in tables for row in each.read_text().splitlines()[1:]]
