@@ -17,9 +17,7 @@ class Alive(TorchDispatchMode):
         self.most = 0
         self._made: dict[StorageWeakRef, int] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Call an operation, and count the memory of what it returns."""
         there = _storages((args, kwargs))
         made = func(*args, **(kwargs or {}))

@@ -152,9 +152,7 @@ class Branching:
         values = draw(self.n, WIDTH), routes, draw(self.n, 1)
         return af.Data(values, global_batch_size=self.batch_size)
 
-    def loss(
-        self, net: nn.Module, batch: Batch, world: af.World, *, sample_weight: Any
-    ) -> af.Loss:
+    def loss(self, net, batch, world, *, sample_weight):
         """Return a total over samples; ranks may talk in the midst of it."""
         x, routes, y = batch
         found = net(x, routes)
@@ -162,9 +160,7 @@ class Branching:
             af.all_reduce(sample_weight.sum(), world)
         return af.Loss((found - y).square().sum(), len(y))
 
-    def __call__(
-        self, world: af.World, errors: list[af.errors.Error]
-    ) -> dict[str, torch.Tensor]:
+    def __call__(self, world, errors):
         """Return the parameters and a metric after some updates; note an error of a step."""
         setup: list[object] = [af.accumulate(num_micro_batches=self.micro)]
         if world.size > 1:

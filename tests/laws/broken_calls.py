@@ -145,9 +145,7 @@ class Rows(Dataset[torch.Tensor]):
         return X[index] + 0.1 * random.random() * torch.rand(3)  # noqa: S311 - as theirs
 
 
-def created(
-    setup: str, optimizer: str, world: af.World | None = None, *, by_one: bool = False
-) -> af.TrainState:
+def created(setup, optimizer, world=None, *, by_one=False):
     return af.TrainState.create(
         model=Net,
         optimizer=OPTIMIZERS[optimizer],

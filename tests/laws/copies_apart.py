@@ -59,13 +59,7 @@ class Apart:
             run = attrs.evolve(run, behind=tuple(behind))
         return run.fed(world, *engine, every)
 
-    def stepped(
-        self,
-        run: Run,
-        state: af.TrainState,
-        updates: int,
-        bad: tuple[int, int] | None = None,
-    ) -> af.TrainState:
+    def stepped(self, run, state, updates, bad=None):
         """Return it after more updates, on a part of the rows of its copy.
 
         Of an update and a copy that are bad, the first row is not finite.
@@ -93,9 +87,7 @@ def rows_of(run: Run, update: int, copy: int) -> tuple[torch.Tensor, ...]:
     return x.to(run.dtype), y.to(run.dtype), tokens.to(run.dtype)
 
 
-def some(
-    rows: tuple[torch.Tensor, ...], at: int, count: int
-) -> tuple[torch.Tensor, ...]:
+def some(rows, at, count):
     """Return one of so many parts of rows; where it has none, one row that counts for nothing."""
     x, y, tokens = (each[at::count] for each in rows)
     if len(x):
@@ -112,9 +104,7 @@ def both_views(state: af.TrainState) -> Found:
     return {**found, **{f"seen.{name}": value for name, value in views}}
 
 
-def gone_on(
-    run: Run, two: tuple[Apart, Apart], every: Any, updates: tuple[int, int]
-) -> tuple[list[Found], list[Found]]:
+def gone_on(run, two, every, updates):
     """Return what whole models by hand, and what the ranks, have after a load between two."""
     first, second = two
     between = [] if first.same(second) else [Apart(first.copies + 1, 1)]

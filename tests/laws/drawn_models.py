@@ -104,9 +104,7 @@ class Drawing:
             param.requires_grad_(requires_grad=False)
         return model.to(self.dtype)
 
-    def state(
-        self, world: af.World, *engine: object, init: Any = "shard"
-    ) -> af.TrainState:
+    def state(self, world, *engine, init="shard"):
         return af.TrainState.create(
             model=self.model,
             optimizer=OPTIMIZERS[self.optimizer],

@@ -60,9 +60,7 @@ class Loop:
     updates: int = 2
     call: str = "by place"
 
-    def loss(
-        self, net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
+    def loss(self, net, batch):
         """Return the mean squared error, in the dtype of the targets."""
         x, y = batch
         return (CALLS[self.call](net, x).to(y.dtype) - y).square().mean()

@@ -5,7 +5,7 @@ Nothing here is accelfn's. The order of samples, which is its own, is given.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -102,9 +102,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 OPTIMIZERS = sorted(_OPTIMIZERS)
 
 
-def make_optimizer(
-    kind: str, *, groups: bool, named: Iterable[tuple[str, nn.Parameter]]
-) -> torch.optim.Optimizer:
+def make_optimizer(kind, *, groups, named):
     """Return an optimizer, perhaps with biases in a group of their own."""
     listed = list(named)
     if not groups:

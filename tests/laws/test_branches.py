@@ -9,7 +9,7 @@ from hypothesis import event, given
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.laws.branching_models import Branching, branchings
+from tests.laws.branching_models import branchings
 from tests.strategies import differences
 
 pytestmark = pytest.mark.filterwarnings(  # of a skipped tower's input
@@ -34,9 +34,7 @@ def test_ranks_normalize_in_other_layers(run):
     check(run, (*unused, af.errors.CollectiveMismatchError))
 
 
-def check(
-    run: Branching, raised: type[af.errors.Error] | tuple[type[af.errors.Error], ...]
-) -> None:
+def check(run, raised):
     errors: list[af.errors.Error] = []
     size, told, found = prod(run.axes.values()), None, ()
     try:

@@ -50,9 +50,7 @@ def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return draw(count, IN), draw(count, OUT)
 
 
-def updated(
-    state: af.TrainState, loss: str, updates: list[list[int]]
-) -> tuple[af.TrainState, list[dict[str, float]]]:
+def updated(state, loss, updates):
     """Take updates, each of micro-batches of so many rows, from a copy of a state."""
     state, told = state.copy(), []
     for sizes in updates:

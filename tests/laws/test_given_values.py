@@ -3,7 +3,6 @@
 
 import tempfile
 import warnings
-from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -52,9 +51,7 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 STEP = af.make_step(loss)
 
 
-def created(
-    world: af.World, setup: str, model: Callable[[], nn.Module] = net, seed: int = 0
-) -> af.TrainState:
+def created(world, setup, model=net, seed=0):
     transforms, optimizer = SETUPS[setup]
     return af.TrainState.create(
         model=model,

@@ -132,9 +132,7 @@ class Alive(TorchDispatchMode):
         self.dtype, self.most = dtype, 0
         self.found: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         returned = func(*args, **(kwargs or {}))
         if isinstance(returned, torch.Tensor) and self.counts(returned):
             storage = returned.untyped_storage()

@@ -61,16 +61,12 @@ class Ema:
     def init(self, state: af.TrainState) -> dict[str, torch.Tensor]:
         return {name: param.clone() for name, param in state.params.items()}
 
-    def after_update(
-        self, state: af.TrainState, slot: dict[str, torch.Tensor], update: af.Update
-    ) -> tuple[af.TrainState, dict[str, torch.Tensor]]:
+    def after_update(self, state, slot, update):
         for name, param in state.params.items():
             slot[name].lerp_(param, 1 - self.decay)
         return state, slot
 
-    def eval_params(
-        self, params: Mapping[str, torch.Tensor], slot: Any, update: af.Update
-    ) -> tuple[Mapping[str, torch.Tensor], Any]:
+    def eval_params(self, params, slot, update):
         return dict(slot), slot
 
 
@@ -104,9 +100,7 @@ class LocalSgd:
     def merge(self, slots: Sequence[Any], world: af.World) -> tuple[list[float], Any]:
         return [float(slot["weight"]) for slot in slots], {**slots[0], "weight": 0}
 
-    def eval_params(
-        self, params: Mapping[str, torch.Tensor], slot: Any, update: af.Update
-    ) -> Any:
+    def eval_params(self, params, slot, update):
         own = update.state.params.items()
         agree = update.state.step == slot["since"]
         if update.world.size == 1 or (agree and all(params[n] is p for n, p in own)):
@@ -252,9 +246,7 @@ class Replicas:
 class Parts:
     """`wrap_fsdp` under another name, without its checks: rows of all on each rank."""
 
-    def layout(
-        self, name: str, meta: torch.Tensor, axes: Mapping[str, int]
-    ) -> Mapping[str, int] | None:
+    def layout(self, name, meta, axes):
         del name, axes
         return {"dp_shard": 0} if meta.ndim else None
 
