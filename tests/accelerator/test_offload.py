@@ -18,9 +18,9 @@ from accelfn.testing import simulate
 from tests.accelerator import tested_device
 from tests.accelerator.tested_device import near
 from tests.internals import is_shard, local, tensor_leaves
-from tests.laws.fully_sharded import Stack
 from tests.laws.histories import Acts, Training, acts, check_apart_on
 from tests.laws.split_models import AXES, LOSSES, Block, Run, runs
+from tests.laws.test_fully_sharded import Stack
 from tests.laws.test_shard_histories import broken_backward, broken_forward
 from tests.strategies import tensors
 

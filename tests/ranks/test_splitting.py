@@ -21,11 +21,11 @@ from torch.distributed.fsdp import fully_shard
 import accelfn as af
 from accelfn.testing import simulate
 from tests.internals import fold_axes
-from tests.laws.drawn_models import Drawing, drawings, drawn_in
 from tests.laws.layers_of_megatron import HEAD_NORMS, MegatronSpeech
 from tests.laws.long_texts import Text, engines, loss_of_tokens, texts
 from tests.laws.parallel_layers import DDP, FSDP, PLAN, Lying, Speech, speeches
 from tests.laws.split_models import LOSSES, OPTIMIZERS, Net, Run, runs, wraps
+from tests.laws.test_shard_init import Drawing, drawings, drawn_in
 from tests.processes import run_ranks
 from tests.ranks import programs_of_layers
 from tests.ranks.programs_of_layers import by_accelfn

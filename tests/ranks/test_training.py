@@ -12,8 +12,8 @@ import torch
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.laws.branching_models import HSDP, Branching
 from tests.laws.reducing import GatherAll, SumAll
+from tests.laws.test_branches import HSDP, Branching
 from tests.processes import RankError, run_ranks
 from tests.ranks.programs import train
 from tests.states import SGD
