@@ -10,7 +10,7 @@ import string
 import subprocess
 import sys
 import tempfile
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch.optim import lr_scheduler
 
 import accelfn as af
 from accelfn.schedules import factors
-from accelfn.testing import Link, rank, simulate, traffic
+from accelfn.testing import Link, simulate, traffic
 from accelfn.track import tracker
 from tests.internals import (
     WEIGHTS,
@@ -37,7 +37,6 @@ from tests.internals import (
     agent,
     best_of,
     commit,
-    connection,
     entries_of,
     failures,
     few_bits,
@@ -501,21 +500,6 @@ def test_ranks_that_stand_at_other_places_do_not_agree(apart):
     simulate(2, fn)
 
 
-def test_axes_of_other_sizes_have_other_groups(monkeypatch):
-    """Though they have the same names; those of the same sizes stay open."""
-    opened: list[dict[str, int]] = []
-    fresh = cache(rank._open_groups.__wrapped__)
-    monkeypatch.setattr(
-        connection,
-        "open_groups",
-        lambda axes, *_: opened.append(dict(axes)) or object(),
-    )
-    wide, tall = {"dp_shard": 4, "tp": 2}, {"dp_shard": 2, "tp": 4}
-    found = [fresh(0, tuple(axes.items())) for axes in (wide, tall, wide)]
-    assert found[0] is found[2] is not found[1]
-    assert opened == [wide, tall]
-
-
 @pytest.mark.parametrize("bad", [math.nan, -0.5, 1.5, math.inf])
 @given(at=st.integers(0, 3))
 def test_an_image_with_a_number_of_no_colour_is_refused(bad, at):
@@ -544,21 +528,23 @@ def test_a_model_is_taken_by_a_state_that_is_made(setup, error):
     assert state.step == 1
 
 
-@given(start=st.integers(20, 60), pause=st.integers(1, 40), ends=st.booleans())
-def test_a_pause_at_zero_is_not_the_end(start, pause, *, ends):
+def warnings_of_an_end(schedule, updates):
+    """Return the warnings of a rate of 0 at some updates."""
+    rates, looks_at = state_of(schedule=schedule).definition.rates, 0.0
+    with recorded_warnings() as told:
+        for update in updates:
+            looks_at = factors.advise_of_end(rates, update, looks_at)
+    return [str(each.message) for each in told]
+
+
+@given(start=st.integers(20, 60), pause=st.integers(1, 40))
+def test_a_pause_at_zero_is_not_the_end(start, pause):
     """What comes back is no schedule that is too short, however long it waits."""
 
     def schedule(update):
-        if update < start:
-            return 1.0
-        return 0.0 if ends or update < start + pause else 0.5
+        return float(update < start) or 0.5 * (update >= start + pause)
 
-    rates = state_of(schedule=schedule).definition.rates
-    looks_at = 0.0
-    with recorded_warnings() as told:
-        for update in range(start, start + pause):
-            looks_at = factors.advise_of_end(rates, update, looks_at)
-    assert ends or not told
+    assert warnings_of_an_end(schedule, range(start, start + pause)) == []
 
 
 @pytest.mark.parametrize("last", [60, 100, None])
@@ -570,13 +556,8 @@ def test_a_schedule_that_raises_behind_its_zeros_has_ended(last):
             raise ValueError(update)
         return float(update < 20)
 
-    rates = state_of(schedule=schedule).definition.rates
-    looks_at = 0.0
-    with recorded_warnings() as told:
-        for update in range(20, 60):
-            looks_at = factors.advise_of_end(rates, update, looks_at)
-    (said,) = told
-    assert "rate is 0 since update 20" in str(said.message)
+    (said,) = warnings_of_an_end(schedule, range(20, 60))
+    assert "rate is 0 since update 20" in said
 
 
 @given(

@@ -157,11 +157,15 @@ def test_compiling_again_is_told():
 
 
 def test_numbers_that_change_are_told():
-    """An extra that is a number of Python's, and another one each time, is told too."""
+    """An extra that is another number each time is named, and a region by its class."""
     step = af.make_step(lambda model, batch, by: loss_fn(model, batch) * by)
     state, _ = step(begun(quick()), rows(), 1.0)
     with pytest.warns(af.errors.RecompilationWarning, match=r"extras\[0\]"):
         step(state, rows(), 2.0)
+    state, step = begun(quick(regions=Block), model=blocks), af.make_step(loss_fn)
+    state, _ = step(state, rows(8))
+    with pytest.warns(af.errors.RecompilationWarning, match="Block was compiled again"):
+        step(state, rows(5))
 
 
 def test_dynamic_sizes_are_compiled_once():
@@ -223,14 +227,6 @@ def test_units_are_compiled_where_they_are_gathered(setup):
     assert num_graphs() > before
     for one, other in zip(simulate(2, train), found, strict=True):
         assert differences(one, other, within=1e-6) == []
-
-
-def test_regions_that_change_are_told():
-    """A region that is compiled again is named by its class."""
-    state, step = begun(quick(regions=Block), model=blocks), af.make_step(loss_fn)
-    state, _ = step(state, rows(8))
-    with pytest.warns(af.errors.RecompilationWarning, match="Block was compiled again"):
-        step(state, rows(5))
 
 
 @pytest.mark.slow

@@ -59,13 +59,15 @@ STATE = make()
 
 
 def test_forms_of_a_measure():
-    """A scalar of a function without a name is a value; numbers and tensors are taken."""
+    """Numbers and tensors are taken, with a name or none, also of functions written in C."""
     state = make()
     assert af.evaluate(state, data(), lambda *_: 3) == {"value": 3.0}
     measures = lambda *_: {"a": 1.5, "b": torch.tensor(2.0)}  # noqa: E731
     assert af.evaluate(state, data(), measures) == {"a": 1.5, "b": 2.0}
     extra = lambda _model, _batch, number: number  # noqa: E731
     assert af.evaluate(state, data(), extra, 7) == {"value": 7.0}
+    named = af.Data(X, global_batch_size=4, collate=lambda _: "training")
+    assert af.evaluate(STATE, named, getattr) == {"getattr": 0.0}
 
 
 def test_a_complex_metric_of_a_transform_is_rejected():
@@ -150,13 +152,22 @@ def test_measure_that_is_no_scalar(case):
 
 
 def test_trees_of_predictions():
-    """A prediction is a tree, as the function's."""
+    """A prediction is a tree, in the setup's precision; a state that was donated has no more."""
     found = list(
         af.predict(make(), data(), lambda _, batch: {"x": batch[0], "y": [batch[1]]})
     )
     assert len(found) == 11
     assert torch.equal(X[10], found[10]["x"])
     assert Y.tolist() == [int(each["y"][0]) for each in found]
+    state = make()
+    predictions = af.predict(state, data(), outputs)
+    next(predictions)
+    STEP(state, (X, Y))
+    with pytest.raises(af.errors.StateDonatedError):
+        list(predictions)
+    state = make(setup=af.autocast("bf16"))
+    found = list(af.predict(state, data(), outputs))
+    assert found[0].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -249,23 +260,6 @@ def test_between_predictions_the_caller_is_himself():
         assert torch.is_grad_enabled()
         drawn.append(float(torch.rand(1)))
     assert expected == drawn
-
-
-def test_predictions_of_a_state_donated_meanwhile():
-    """Where a step takes the state between two predictions, the next is refused."""
-    state = make()
-    predictions = af.predict(state, data(), outputs)
-    next(predictions)
-    STEP(state, (X, Y))
-    with pytest.raises(af.errors.StateDonatedError):
-        list(predictions)
-
-
-def test_runs_under_the_setups_precision():
-    """Evaluation runs under the setup's autocast."""
-    state = make(setup=af.autocast("bf16"))
-    found = list(af.predict(state, data(), outputs))
-    assert found[0].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("mode", ["autocast", "inference", "no grad"])
@@ -362,12 +356,6 @@ def test_samples_of_each_rank_have_no_order_to_predict_in(size):
 
     for found in simulate(size, each_rank):
         assert pytest.approx(5 / 11) == found["y"]
-
-
-def test_a_function_whose_signature_nobody_knows_is_called():
-    """Some that are written in C have none, and are taken as they are."""
-    named = af.Data(X, global_batch_size=4, collate=lambda _: "training")
-    assert af.evaluate(STATE, named, getattr) == {"getattr": 0.0}
 
 
 def test_wrong_data_and_functions_are_refused():

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package as others get it: its front page on an index, its names, a tree, a wheel."""
+"""The package as others get it: its page on an index, its names, what it shows, a wheel."""
 
+import html
+import inspect
+import json
 import os
+import pydoc
 import re
 import subprocess
 import sys
@@ -10,10 +14,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import accelfn as af
+from accelfn.testing import communication
 from tests.budget import at_night
-from tests.internals import configure, system
+from tests.internals import configure, run_script, system
+from tests.laws.worlds import single
+from tests.states import linear_state, square
 from tests.waiting import HANGS
 
 ROOT = Path(__file__).parents[2]
@@ -177,3 +185,79 @@ def test_the_front_page_runs_from_the_wheel(tmp_path):
     *_, losses, file = run(script, cwd=tmp_path, env=environment).splitlines()
     assert "'loss': " in losses
     assert Path(file).is_relative_to(tmp_path / "site")
+
+
+def records():
+    """Return a value of each kind that a training has."""
+    data = af.Data(torch.ones(8, 2), global_batch_size=4)
+    state = linear_state(2, data=data, setup=af.chain(af.ema(0.9)), world=single())
+    batch = next(iter(af.batches(state)))
+    metrics, grads = af.value_and_grad(square)(state, batch)
+    return [state, state.world, state.data, state.setup, batch, metrics, grads]
+
+
+@pytest.mark.parametrize("value", records(), ids=lambda value: type(value).__name__)
+def test_dir_shows_what_exists(value):
+    """Each name that `dir` shows is defined, and `help` works."""
+    shown = [name for name in dir(value) if not name.startswith("_")]
+    assert shown
+    for name in shown:
+        inspect.getattr_static(value, name)  # asks no __getattr__, which gives hints
+    assert type(value).__name__ in pydoc.render_doc(type(value))
+
+
+def test_a_step_is_printed_with_its_loss():
+    """Steps, tables in notebooks, `bool` of a stream, and `dir` of the package."""
+    assert repr(af.make_step(square)).startswith("<function step of square at 0x")
+
+    class Numbers:
+        def __iter__(self):
+            return iter(range(3))
+
+    assert af.Data(Numbers(), global_batch_size=1)
+    state = linear_state()
+    plan = af.plan_devices(torch.nn.Linear(1, 1), {"cpu": "1MB"})
+    traffic = communication(af.barrier, ranks=(2, 3))
+    for each in (af.memory(state), plan, traffic):
+        assert each._repr_html_() == f"<pre>{html.escape(str(each))}</pre>"
+    assert len(dir(af)) <= 110
+    modules = {name for name in dir(af) if inspect.ismodule(getattr(af, name))}
+    assert modules == {"errors", "megatron", "orders", "schedules", "track", "typing"}
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+import beside
+told = [sys.path[0], sys.argv, __file__, __name__, beside.__file__]
+Path(sys.argv[1]).write_text(json.dumps(told))
+"""
+
+
+@pytest.mark.parametrize("link", [None, "to the file", "to its folder"])
+@pytest.mark.parametrize("spelled", ["whole", "from here"])
+def test_a_script_finds_what_python_lets_it_find(link, spelled, tmp_path, monkeypatch):
+    """Modules beside the file that a link leads to, its arguments, and its own name."""
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    (folder / "beside.py").touch()
+    if link == "to the file":
+        (elsewhere / "named.py").symlink_to(script)
+        script = elsewhere / "named.py"
+    elif link == "to its folder":
+        (elsewhere / "named").symlink_to(folder)
+        script = elsewhere / "named" / "script.py"
+    monkeypatch.chdir(tmp_path)
+    path = f"{script if spelled == 'whole' else script.relative_to(tmp_path)}"
+    told = tmp_path / "told"
+    subprocess.run([sys.executable, path, f"{told}", "-x"], check=True)
+    expected = json.loads(told.read_text())
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    run_script(path, [f"{told}", "-x"])
+    del sys.modules["beside"]
+    assert json.loads(told.read_text()) == expected

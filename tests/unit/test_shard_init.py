@@ -150,16 +150,8 @@ class Rotary(nn.Module):
         self.register_buffer("angles", torch.arange(4.0).cos(), persistent=False)
 
 
-def test_buffers_are_as_the_factory_writes_them():
-    """Those that are saved, and those that are not."""
-    buffers = create(model=Rotary).buffers
-    assert torch.equal(buffers["angles"], torch.arange(4.0).cos())
-    assert buffers["norm.running_var"].tolist() == [1, 1]
-    assert buffers["norm.num_batches_tracked"].item() == 0
-
-
 def test_parameters_keep_what_they_are():
-    """Their dtype, whether they are trained, and what was written on them."""
+    """Parameters keep their dtype and marks, buffers what the factory writes, names their use."""
 
     def make():
         layer = nn.Linear(2, 2).to(torch.bfloat16)
@@ -171,6 +163,11 @@ def test_parameters_keep_what_they_are():
     assert state.params["weight"].dtype == torch.bfloat16
     assert state.definition.skeleton.trainable == ("weight",)
     assert vars(state.definition.skeleton.module.weight)["mark"] == 1
+    buffers = create(model=Rotary).buffers
+    assert torch.equal(buffers["angles"], torch.arange(4.0).cos())
+    assert buffers["norm.running_var"].tolist() == [1, 1]
+    assert buffers["norm.num_batches_tracked"].item() == 0
+    assert create(model=Otherwise).params["layer.weight"].any()
 
 
 def test_a_tied_parameter_is_drawn_as_its_first_module_draws():
@@ -194,32 +191,6 @@ class Otherwise(nn.Module):
 
     def _init_weights(self):
         raise AssertionError
-
-
-def test_a_word_of_ones_own_is_no_convention():
-    """It is called with a module where it takes one."""
-    assert create(model=Otherwise).params["layer.weight"].any()
-
-
-def test_it_is_saved_and_loaded_as_any_state(tmp_path):
-    """From parts that were drawn, to those that were, and to a whole that was."""
-
-    def saves(world):
-        state = create(
-            model=partial(nn.Linear, 3, 5), setup=af.wrap_fsdp(), world=world
-        )
-        af.save(state, tmp_path / "saved")
-        return af.full_params(state)
-
-    def loads(world, init):
-        options = {"setup": af.wrap_fsdp(), "world": world, "seed": 1, "init": init}
-        state = create(model=partial(nn.Linear, 3, 5), **options)
-        return af.full_params(af.load(state, tmp_path / "saved"))
-
-    saved = simulate(2, saves)[0]
-    for init in ("shard", "whole"):
-        for found in simulate(3, partial(loads, init=init)):
-            assert all(torch.equal(found[name], saved[name]) for name in saved)
 
 
 @pytest.mark.parametrize(

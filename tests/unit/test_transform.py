@@ -446,21 +446,13 @@ def written():
 
 
 def test_what_is_annotated_so_trains(written):
-    """A transform, an optimizer, a schedule and a loss are taken, and do what they say."""
+    """Functions and methods do what they say; options are shown, and wrong methods named."""
     assert written["train"]().tolist() == [[1.0, 1.0]]
-
-
-def test_its_options(written):
-    """Options are the annotations that are none of the class, and a name."""
     scale = written["Scale"]
     assert repr(scale(2, offset=1, name="other")) == (
         "Scale(2, offset=1, name='other')"
     )
     with pytest.raises(af.errors.CallError, match="no argument rows="):
         scale(2, rows=1)
-
-
-def test_what_is_wrong_is_told(written):
-    """A method that takes other arguments than it is called with is refused by its name."""
     with pytest.raises(af.errors.ArgumentError, match="Wrong.grads: accelfn calls"):
         exec(written["wrong"], written)  # noqa: S102

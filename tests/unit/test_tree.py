@@ -51,7 +51,7 @@ META = torch.device("meta")
 
 
 def test_objects_move_themselves():
-    """What has its own `to` is moved by it, wherever it stands; what has none stays."""
+    """What has a `to` is moved by it, now or later; what has none, or is there, stays."""
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
     other = object()
     values = [packed, {"graph": Graph(torch.ones(3))}, Tokens(ids=torch.ones(1)), other]
@@ -64,19 +64,11 @@ def test_objects_move_themselves():
     assert type(tokens) is Tokens
     assert tokens["ids"].device == META
     assert same is other
-
-
-def test_what_is_in_an_object_may_be_left():
-    """Where its tensors could not be watched, an object is left for later; mappings go."""
     values = (Graph(torch.ones(1)), Tokens(ids=torch.ones(1)))
     graph, tokens = tree.to_device(values, META, opaque=False)
     assert graph is values[0]
     assert tokens["ids"].device == META
     assert tree.to_device((graph, tokens), META)[0].moved == 1
-
-
-def test_batches_on_their_device_are_handed_on():
-    """Nothing is made anew of what is there already."""
     value = {"x": torch.ones(2), "name": "a"}
     assert tree.to_device(value, torch.device("cpu")) is value
 

@@ -408,30 +408,6 @@ def test_ranks_predict_in_different_numbers_of_calls():
         torch.testing.assert_close(found, alone)
 
 
-def test_a_world_of_one_is_whole():
-    """It trains as without it, and its tensors are torch's own."""
-    world = af.World.single(device="cpu")
-    states = [begun(world, setup) for setup in (af.wrap_fsdp(), af.identity())]
-    for i, state in enumerate(states):
-        states[i], _ = STEP(state, rows(world))
-    for name, param in states[0].params.items():
-        assert type(param) is torch.Tensor
-        assert torch.equal(param, states[1].params[name])
-
-
-def test_parameters_that_are_put_in_are_cut():
-    """`with_params` takes whole ones on each rank."""
-
-    def fn(world):
-        state = begun(world)
-        whole = {n: torch.ones(p.shape) for n, p in state.params.items()}
-        state = state.with_params(whole)
-        state, _ = STEP(state, rows(world))
-        return [tuple(local(p).shape) for p in state.params.values()]
-
-    assert list(in_two(fn)) == [[(2, 4), (2,), (2, 4), (2,)]] * 2
-
-
 def test_averages_are_evaluated():
     """By `evaluate` and `predict`, one unit at a time, as by a module that holds them."""
 
@@ -577,14 +553,6 @@ def test_an_axis_that_is_not_there_is_refused(axes):
     """When the state is made, with the axes that there are."""
     with pytest.raises(WorldError, match=r"needs a world with the axis 'dp_shard'"):
         simulate(2, lambda world: state_of(world, WORKER, EVERY), axes=axes)
-
-
-def test_a_world_of_one_trains_as_without():
-    """It has no axes, and needs none."""
-    setups = (WORKER, EVERY), ()
-    states = (state_of(af.World(), *setup) for setup in setups)
-    (left, _), (right, _) = (STEP(state, torch.ones(4, 1)) for state in states)
-    assert torch.equal(left.params["weight"], right.params["weight"])
 
 
 def test_gradients_that_stay_on_a_rank_are_refused():
@@ -828,3 +796,13 @@ def test_a_part_that_is_not_finite_skips_the_update_of_all(axes, split):
         return state.step, state.num_skipped, float(metrics["skipped"])
 
     assert list(simulate(2, each_rank, axes=axes)) == [(0, 1, 1.0)] * 2
+
+
+@pytest.mark.parametrize("setup", [FSDP, af.chain(WORKER, EVERY)])
+def test_a_world_of_one_is_whole(setup):
+    """It trains as without engines, needs no axes, and its tensors are torch's own."""
+    states = (begun(af.World(), each) for each in (setup, af.identity()))
+    (one, _), (other, _) = (STEP(state, torch.ones(3, 4)) for state in states)
+    for name, param in one.params.items():
+        assert type(param) is torch.Tensor
+        assert torch.equal(param, other.params[name])
