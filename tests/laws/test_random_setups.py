@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from tests.laws import plain_loop as plain
 from tests.laws.plain_loop import Recipe
 from tests.laws.reducing import GatherAll, SumAll
 from tests.laws.worlds import single
+from tests.strategies import differences
 
 WITHIN = 1e-9
 
@@ -39,7 +41,7 @@ class Setup:
     seed: int = 0
     micro: tuple[str, int] | None = None
     precision: str | None = None
-    skips: str | None = None
+    skips: bool = False
     checkpointed: bool = False
     updates: int = 3
     cut: int = 1
@@ -63,8 +65,8 @@ class Setup:
             af.shard_data(),
             None if self.reduce == "by hand" else reduce[self.reduce](),
             None if self.micro is None else af.accumulate(**dict([self.micro])),
-            None if self.precision is None else _precision(self.precision),
-            None if self.skips is None else af.skip_nonfinite(),
+            PRECISIONS[self.precision],
+            af.skip_nonfinite() if self.skips else None,
             af.checkpoint_activations() if self.checkpointed else None,
             None if norm is None else af.clip_grad_norm(norm[0], norm_type=norm[1]),
             None if value is None else af.clip_grad_value(value),
@@ -99,10 +101,11 @@ class Setup:
         return [batch.indices.tolist() for batch in islice(batches, self.updates)]
 
 
-def _precision(kind: str) -> Any:
-    if kind == "bf16":  # float64 is none of what it lowers
-        return af.autocast("bf16")
-    return af.autocast("fp16", init_scale=256.0, growth_interval=2)
+PRECISIONS = {
+    None: None,
+    "bf16": af.autocast("bf16"),  # float64 is none of what it lowers
+    "fp16": af.autocast("fp16", init_scale=256.0, growth_interval=2),
+}
 
 
 def loss_fn(recipe: Recipe) -> Any:
@@ -152,7 +155,7 @@ class Seen:
     averaged: plain.Params | None
 
 
-def train(setup: Setup, world: af.World, folder: Path, *, first: bool) -> Seen:
+def train(setup: Setup, folder: Path, world: af.World, *, first: bool) -> Seen:
     """Train to the cut and save, or load and train from there to the end."""
     state = setup.state(world)
     if not first:
@@ -174,13 +177,6 @@ def train(setup: Setup, world: af.World, folder: Path, *, first: bool) -> Seen:
     return attrs.evolve(seen, averaged=averaged)
 
 
-def close(one: plain.Params, other: plain.Params) -> bool:
-    """Whether two sets of parameters differ by rounding at most."""
-    return one.keys() == other.keys() and all(
-        torch.allclose(one[name], other[name], rtol=WITHIN, atol=WITHIN) for name in one
-    )
-
-
 units = st.sampled_from([None, torch.nn.Linear])
 
 
@@ -192,10 +188,8 @@ def setups(draw: st.DrawFn) -> Setup:
     )
     local = reduce == "local"
     precision = draw(st.sampled_from([None, None, "bf16", "fp16"]))
-    skips = None
-    if precision != "fp16" and draw(st.booleans()):
-        skips = "skip"
-    can_skip = skips is not None or precision == "fp16"
+    skips = precision != "fp16" and draw(st.booleans())
+    can_skip = skips or precision == "fp16"
     optimizers = ["sgd", "decay"] if local else plain.OPTIMIZERS
     norms = st.tuples(
         st.sampled_from([0.1, 1.0]), st.sampled_from([1.0, 2.0, 3.0, math.inf])
@@ -259,7 +253,7 @@ def test_it_trains_what_a_plain_loop_trains(setup):
         halves = [
             simulate(
                 size,
-                partial(_rank, setup, Path(folder) / "saved", first=first),
+                partial(train, setup, Path(folder) / "saved", first=first),
                 sums=setup.sums,
             ).results
             for size, first in zip(setup.sizes, (True, False), strict=True)
@@ -267,23 +261,15 @@ def test_it_trains_what_a_plain_loop_trains(setup):
     for half, begin in zip(halves, (0, setup.cut), strict=True):
         first, *others = half
         for i, params in enumerate(first.params):
-            assert close(expected.params[begin + i], params)
+            assert differences(expected.params[begin + i], params, within=WITHIN) == []
             for other in others:
                 assert all(torch.equal(params[n], other.params[i][n]) for n in params)
             loss, want = first.losses[i], expected.losses[begin + i]
-            assert math.isclose(loss, want, rel_tol=WITHIN, abs_tol=WITHIN) or (
-                math.isnan(loss) and math.isnan(want)
-            )
+            assert loss == pytest.approx(want, rel=WITHIN, abs=WITHIN, nan_ok=True)
             assert first.skipped[i] == sum(expected.skipped[: begin + i + 1])
             read = [row for rank in half for row in rank.rows[i]]
             assert read == order[begin + i]
-    last = expected.averaged if expected.averaged is not None else None
-    if last is None and expected.params:
-        last = expected.params[-1]
+    last = expected.averaged or (expected.params or [None])[-1]
     for each in halves[1]:
         assert each.averaged is not None
-        assert last is None or close(last, each.averaged)
-
-
-def _rank(setup: Setup, folder: Path, world: af.World, *, first: bool) -> Seen:
-    return train(setup, world, folder, first=first)
+        assert not last or differences(last, each.averaged, within=WITHIN) == []

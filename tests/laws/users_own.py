@@ -188,17 +188,6 @@ class SkipNonFinite:
 
 
 @af.transform
-class Scale:
-    """A loss scale that stays, as `autocast("fp16")` has one that moves."""
-
-    scale: float
-
-    @property
-    def tells(self) -> Mapping[str, Any]:
-        return {"draws_nothing": True, "loss_scale": lambda _: self.scale}
-
-
-@af.transform
 class Autocast:
     def loss(self, loss_fn: Callable[..., Any], slot: Any, update: Any) -> Any:
         def inside(model, batch, *extras):
@@ -232,14 +221,6 @@ def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
         return checkpoint(forward, *given, use_reentrant=False, **named)
 
     return call
-
-
-@af.transform
-class Replicas:
-    """`wrap_ddp` under another name: how the model lies over the ranks."""
-
-    def engine(self, state: af.TrainState) -> Any:
-        return af.wrap_ddp(bucket_cap_mb=2).engine(state)
 
 
 @af.transform
