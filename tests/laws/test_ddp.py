@@ -18,6 +18,7 @@ from accelfn.testing import simulate, strategies
 from tests.laws.worlds import DDP, trained
 from tests.processes import run_ranks
 from tests.ranks import programs
+from tests.states import STEP, create, linear_state
 from tests.strategies import LOSSES, Run, differences, runs, tensors
 
 options = st.fixed_dictionaries(
@@ -88,15 +89,10 @@ def test_buffers_cross_once_an_update(size, parts, updates, engine):
 
     def communicated(number):
         def fn(world):
-            state = af.TrainState.create(
-                model=Counting,
-                optimizer=functools.partial(torch.optim.SGD, lr=0.1),
-                setup=af.chain(engine, af.accumulate(num_micro_batches=number)),
-                world=world,
-            )
-            step = af.make_step(lambda net, x: net(x).mean())
+            setup = af.chain(engine, af.accumulate(num_micro_batches=number))
+            state = create(model=Counting, setup=setup, world=world)
             for _ in range(updates):
-                state, _ = step(state, [torch.ones(1, 2)] * number)
+                state, _ = STEP(state, [torch.ones(1, 2)] * number)
 
         log = simulate(size, fn).log
         return [(e.step, e.label, e.num_bytes) for e in log if e.kind == "broadcast"]
@@ -162,13 +158,8 @@ def test_ranks_that_differ_in_shape_are_refused(size, rank):
     """The first tensor of another shape is named, with each rank's."""
 
     def build(world):
-        state = af.TrainState.create(
-            model=lambda: torch.nn.Linear(2, 2 + (world.rank == rank % size)),
-            optimizer=torch.optim.SGD,
-            setup=af.wrap_ddp(),
-            world=world,
-        )
-        af.prepare_engine(state)
+        wide = 2 + (world.rank == rank % size)
+        af.prepare_engine(linear_state(2, wide, setup=af.wrap_ddp(), world=world))
 
     with pytest.raises(ReplicaMismatchError, match=r"(?s)structure.*weight.*\(3, 2"):
         simulate(size, build)
@@ -233,16 +224,12 @@ def test_fused_optimizers_divide_alike(optimizer, seed, batch_size):
     kind = getattr(torch.optim, optimizer)
 
     def train(world, *, fused):
-        state = af.TrainState.create(
-            model=lambda: torch.nn.Linear(3, 2),
-            optimizer=functools.partial(kind, lr=0.1, fused=fused),
-            data=af.Data(data, global_batch_size=batch_size),
-            setup=DDP,
-            world=world,
-        )
-        step = af.make_step(lambda model, x: model(x).square().mean())
+        optimizer = functools.partial(kind, lr=0.1, fused=fused)
+        rows = af.Data(data, global_batch_size=batch_size)
+        options = {"optimizer": optimizer, "data": rows, "setup": DDP}
+        state = linear_state(3, 2, **options, world=world)
         for batch in af.batches(state, until_epoch=1):
-            state, _ = step(state, batch)
+            state, _ = STEP(state, batch)
         return dict(state.params)
 
     def both(world):
@@ -250,3 +237,46 @@ def test_fused_optimizers_divide_alike(optimizer, seed, batch_size):
         torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-6)
 
     simulate(2, both)
+
+
+SETUPS = {
+    "ddp": DDP,
+    "small buckets": af.chain(
+        af.shard_data(),
+        af.wrap_ddp(bucket_cap_mb=1e-5, find_unused_parameters=True),
+        af.accumulate(num_micro_batches=2),
+        af.ema(0.5),
+    ),
+    "local sgd": af.chain(
+        af.shard_data(), af.local_sgd(sync_every=2, buffers=True), af.clip_grad_norm(1)
+    ),
+}
+schedules = st.lists(st.integers(0, 3), max_size=60)
+
+
+@given(
+    run=runs(dyadic=False, updates=2),
+    kind=st.sampled_from(["plain", "tied", "norm", "dropout"]),
+    setup=st.sampled_from(sorted(SETUPS)),
+    size=st.integers(2, 4),
+    schedule=schedules,
+)
+def test_any_order_of_ranks_gives_the_same(run, kind, setup, size, schedule):
+    """In any order of turns, a run is bitwise the same, and so is the log of collectives."""
+    if kind == "norm":  # two samples in each of eight micro-batches
+        run = attrs.evolve(run, n=32, batch_size=16)
+    run = attrs.evolve(run, kind=kind, setup=SETUPS[setup])
+
+    def everything(world):
+        state, metrics = run.train(run.state(world))
+        means = [each.all_reduce_mean(world) for each in metrics]
+        data = af.Data(run.dataset(), global_batch_size=3)
+        means.append(af.evaluate(state, data, LOSSES[run.loss]))
+        return tensors(af.finalize(state)), means
+
+    plain = simulate(size, everything)
+    other = simulate(size, everything, schedule=schedule)
+    for (one, means), (two, same) in zip(plain, other, strict=True):
+        assert differences(one, two) == []
+        assert means == same
+    assert plain.log == other.log

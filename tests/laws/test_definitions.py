@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn.errors import ReplicaMismatchError
 from accelfn.testing import simulate
+from tests.states import STEP, linear_state, square
 
 X = torch.linspace(-1, 1, 96).reshape(32, 3)
 SGD, ADAM = torch.optim.SGD, torch.optim.Adam
@@ -86,12 +87,13 @@ def halved(after: int) -> af.schedules.Schedule:
     return af.schedules.join((after, whole), af.schedules.constant(0.5))
 
 
-def reduced_by_hand(state: af.TrainState, compute: Any) -> None:
+def reduced_by_hand(state: af.TrainState) -> None:
     """Take gradients and reduce them; the setup does not say that ranks train together."""
     by_hand = state.with_setup(
         af.chain(*[each for each in state.setup if each.name != "wrap_ddp"])
     )
-    _, grads = compute(by_hand, next(iter(af.batches(by_hand))), sync=False)
+    batch = next(iter(af.batches(by_hand)))
+    _, grads = af.value_and_grad(square)(by_hand, batch, sync=False)
     af.sync_grads(by_hand, grads)
 
 
@@ -100,16 +102,14 @@ def trained(choices: list[dict[str, int]], *, by_hand: bool = False) -> list[str
 
     def rank(world):
         chosen = {part: PARTS[part][i]() for part, i in choices[world.rank].items()}
-        loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
-        step = af.make_step(loss)
         try:
             state = af.TrainState.create(world=world, **chosen)
             if by_hand:
-                reduced_by_hand(state, af.value_and_grad(loss))
+                reduced_by_hand(state)
             af.prepare_engine(state)
         except ReplicaMismatchError as error:
             return str(error)
-        step(state, next(iter(af.batches(state))))
+        STEP(state, next(iter(af.batches(state))))
         return ""
 
     return list(simulate(len(choices), rank).results)
@@ -158,14 +158,9 @@ def test_ranks_that_agree_say_as_much_on_any_number_of_ranks(size):
     """What each gives, and gets, before the first update does not grow; no text is sent."""
 
     def rank(world):
-        state = af.TrainState.create(
-            model=partial(torch.nn.Linear, 3, 1),
-            optimizer=partial(SGD, lr=0.1),
-            setup=af.chain(af.shard_data(), af.local_sgd(sync_every=2)),
-            data=af.Data(X, global_batch_size=8),
-            world=world,
-        )
-        af.prepare_engine(state)
+        setup = af.chain(af.shard_data(), af.local_sgd(sync_every=2))
+        data = af.Data(X, global_batch_size=8)
+        af.prepare_engine(linear_state(3, setup=setup, data=data, world=world))
 
     said = [(each.kind, each.num_bytes) for each in simulate(size, rank).log]
     assert said == [("all_reduce", 48)] * 4  # definitions, data, structure, values
@@ -175,15 +170,9 @@ def test_data_of_each_rank_may_be_its_own():
     """Where ranks share none, nothing is compared."""
 
     def rank(world):
-        state = af.TrainState.create(
-            model=partial(torch.nn.Linear, 3, 1),
-            optimizer=partial(SGD, lr=0.1),
-            setup=af.wrap_ddp(),
-            data=af.Data(X[world.rank :], global_batch_size=8 + world.rank),
-            world=world,
-        )
-        step = af.make_step(lambda model, batch: model(batch).square().mean())
-        return step(state, next(iter(af.batches(state))))[0].step
+        data = af.Data(X[world.rank :], global_batch_size=8 + world.rank)
+        state = linear_state(3, setup=af.wrap_ddp(), data=data, world=world)
+        return STEP(state, next(iter(af.batches(state))))[0].step
 
     assert simulate(2, rank).results == (1, 1)
 
@@ -192,18 +181,9 @@ def test_functions_may_lie_anywhere():
     """Setups whose functions are each rank's own are alike; others are shown as written."""
 
     def rank(world, clipped):
-        setup = af.chain(
-            SHARED,
-            af.compile(backend=lambda graph, _: graph),
-            af.clip_grad_norm(clipped),
-        )
-        state = af.TrainState.create(
-            model=partial(torch.nn.Linear, 3, 1),
-            optimizer=partial(SGD, lr=0.1),
-            setup=setup,
-            schedule=lambda _: 1.0,
-            world=world,
-        )
+        compiled = af.compile(backend=lambda graph, _: graph)
+        setup = af.chain(SHARED, compiled, af.clip_grad_norm(clipped))
+        state = linear_state(3, setup=setup, schedule=lambda _: 1.0, world=world)
         try:
             af.prepare_engine(state)
         except ReplicaMismatchError as error:

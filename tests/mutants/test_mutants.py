@@ -20,8 +20,7 @@ UNTRIED = {
     "test_dtypes::test_every_transform_has_a_row": "looks at the tests' own rows",
     "test_draws::test_everything_that_draws_has_a_row": "looks at the tests' own table",
     "test_draws::test_no_two_rows_share_draws": "each row's own mutants are with the rows",
-    "test_users_own::test_they_have_every_field": "looks at the tests' own classes",
-    "test_users_own::test_they_use_public_names_alone": "looks at the tests' own code",
+    "test_users_own::test_they_have_every_field_by_public_names": "looks at the tests' own classes",
     "test_ddp::test_a_profiler_sees_ddp_and_changes_nothing": "runs in other processes",
     "test_forged_manifests::test_a_forged_manifest_is_an_error_or_the_saved_state": (
         "what is wrongly taken crashes, and a crash finds nothing"

@@ -385,24 +385,6 @@ def test_what_is_loaded_is_in_the_models_order(frozen, first):
         assert torch.equal(each, loaded.params[name])
 
 
-def test_what_is_on_its_way_is_laid_out_as_its_parameter():
-    """An entry of the user's own under a parameter's name, when the setup begins to split."""
-
-    def fn(world):
-        state = linear_state(4, 4, setup=af.wrap_ddp(), world=world)
-        sums = {
-            n: af.start_all_reduce(p.clone(), world) for n, p in state.params.items()
-        }
-        state = state.with_slot("mine", sums).with_setup(af.wrap_fsdp())
-        for name, each in state.slots["mine"].items():
-            found, param = each.wait(), state.params[name]
-            assert found.shape == param.shape
-            assert found.to_local().shape == param.to_local().shape
-            assert torch.equal(found.to_local(), 2 * param.to_local())
-
-    simulate(2, fn)
-
-
 @pytest.mark.parametrize(
     ("axes", "is_all"), [({"tp": 2}, True), ({"dp_shard": 2}, False)]
 )
@@ -480,24 +462,6 @@ def test_a_collate_of_a_table_draws_by_its_place(seed, drawn):
     torch.rand(drawn)
     assert values() == first
     assert len({tuple(each) for each in first}) == 4
-
-
-@pytest.mark.parametrize("apart", [(0, 1), (4, 0), (4, 1), (0, 0)])
-def test_ranks_that_stand_at_other_places_do_not_agree(apart):
-    """Of another epoch, another sample or both."""
-    samples, epoch = apart
-
-    def fn(world):
-        data = af.Data(torch.ones(8, 2), global_batch_size=4)
-        state = state_of(data=data, setup=DDP, world=world)
-        state = af.seek(state, samples * world.rank, epoch=epoch * world.rank)
-        if apart == (0, 0):
-            af.assert_replicas_agree(state)
-            return
-        with pytest.raises(af.errors.ReplicaMismatchError, match="cursor"):
-            af.assert_replicas_agree(state)
-
-    simulate(2, fn)
 
 
 @pytest.mark.parametrize("bad", [math.nan, -0.5, 1.5, math.inf])

@@ -134,40 +134,39 @@ def total(change, **aux):
     )
 
 
-BAD = {
-    "vector": (lambda net, x: net(x)[:, 0], r"shape \(8,\).*scalar.*mean\(\)"),
-    "one element": (lambda net, x: net(x).mean().reshape(1), r"shape \(1,\).*scalar"),
-    "detached": (lambda net, x: net(x).mean().detach(), "no gradient.*detached"),
-    "no grad": (no_grad, "no gradient.*no_grad"),
-    "integer": (lambda net, x: (net(x) > 0).sum(), "no gradient"),
-    "nothing": (lambda *_: None, r"NoneType.*scalar tensor"),
-    "number": (lambda net, x: net(x).mean().item(), r"float.*scalar tensor"),
-    "dict": (lambda net, x: {"loss": net(x).mean()}, r"dict.*af\.Loss"),
-    "tuple": (lambda net, x: (net(x).mean(), net(x)), r"tuple.*af\.Loss"),
-    "complex": (lambda net, x: (net(x) * 1j).sum(), "complex"),
-    "number as a total": (total(lambda out: out.sum().item()), "float"),
-    "vector as a total": (total(lambda out: out[:, 0]), r"shape \(8,\).*scalar"),
-    "detached total": (total(lambda out: out.sum().detach()), "no gradient"),
-    "vector beside": (total(torch.sum, errors=lambda o: o[:, 0]), r"errors.*\(8,\)"),
-    "text beside": (total(torch.sum, note=lambda _: "fine"), "note"),
-    "complex beside": (
+BAD = [
+    (lambda net, x: net(x)[:, 0], r"shape \(8,\).*scalar.*mean\(\)"),
+    (lambda net, x: net(x).mean().reshape(1), r"shape \(1,\).*scalar"),
+    (lambda net, x: net(x).mean().detach(), "no gradient.*detached"),
+    (no_grad, "no gradient.*no_grad"),
+    (lambda net, x: (net(x) > 0).sum(), "no gradient"),
+    (lambda *_: None, r"NoneType.*scalar tensor"),
+    (lambda net, x: net(x).mean().item(), r"float.*scalar tensor"),
+    (lambda net, x: {"loss": net(x).mean()}, r"dict.*af\.Loss"),
+    (lambda net, x: (net(x).mean(), net(x)), r"tuple.*af\.Loss"),
+    (lambda net, x: (net(x) * 1j).sum(), "complex"),
+    (total(lambda out: out.sum().item()), "float"),
+    (total(lambda out: out[:, 0]), r"shape \(8,\).*scalar"),
+    (total(lambda out: out.sum().detach()), "no gradient"),
+    (total(torch.sum, errors=lambda o: o[:, 0]), r"errors.*\(8,\)"),
+    (total(torch.sum, note=lambda _: "fine"), "note"),
+    (
         total(torch.sum, phase=lambda out: out.sum() * 1j),
         "phase.*complex64.*real number",
     ),
-    "a second loss": (total(torch.sum, loss=torch.sum), "loss"),
-    "of no parameter": (lambda _, x: (x * LEAF).sum(), "trainable parameter"),
-    "a weight with a gradient": (
+    (total(torch.sum, loss=torch.sum), "loss"),
+    (lambda _, x: (x * LEAF).sum(), "trainable parameter"),
+    (
         lambda net, x: af.Loss(net(x).sum(), net(x).abs().sum()),
         r"requires a gradient, .* weight\.detach\(\)",
     ),
-}
+]
 LEAF = torch.ones(3, requires_grad=True)
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_returns(name):
+@pytest.mark.parametrize(("loss", "words"), BAD)
+def test_bad_returns(loss, words):
     """What is no scalar with a gradient is refused by the function's name; nothing moves."""
-    loss, words = BAD[name]
     state = make()
     before = bits(state.params)
     with pytest.raises(LossError, match=f"(?s){words}") as caught:

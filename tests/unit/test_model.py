@@ -86,49 +86,39 @@ class Wrapped(nn.Linear):
 MODULE = r"torch\.nn\.Module"
 NOT_DENSE = "not dense tensors: table"
 HOOKS = r"has parameters with hooks: weight\..*`grads`"
-REFUSED = {
-    "frozen": (
+REFUSED = [
+    (
         nn.Linear(3, 1).requires_grad_(requires_grad=False),
         r"Linear has no trainable parameter \(2 .*requires_grad_\(True\)",
     ),
-    "no parameter": (nn.ReLU, r"ReLU has no trainable parameter \(0"),
-    "meta": (on_meta(), r"meta device.*0\.weight.*import_model"),
-    "meta buffer": (
-        with_buffer(lambda: torch.empty(3, device="meta"))(),
-        r"meta device.*table",
-    ),
-    "lazy": (partial(nn.LazyLinear, 1), r"(?i)lazy|uninitialized"),
-    "None": (lambda: None, MODULE),
-    "a list": (lambda: [nn.Linear(3, 1)], MODULE),
-    "a number": (42, MODULE),
-    "a name": ("net", MODULE),
-    "a computed tensor": (
-        computed(),
-        r"cannot be copied because of its attribute 'computed'.*buffers",
-    ),
+    (nn.ReLU, r"ReLU has no trainable parameter \(0"),
+    (on_meta(), r"meta device.*0\.weight.*import_model"),
+    (with_buffer(lambda: torch.empty(3, device="meta"))(), r"meta device.*table"),
+    (partial(nn.LazyLinear, 1), r"(?i)lazy|uninitialized"),
+    (lambda: None, MODULE),
+    (lambda: [nn.Linear(3, 1)], MODULE),
+    (42, MODULE),
+    ("net", MODULE),
+    (computed(), r"cannot be copied because of its attribute 'computed'.*buffers"),
     # a state trains copies, which would not call them
-    "hook": (hooked("hook"), HOOKS),
-    "hook of a gradient": (hooked("post_accumulate_grad_hook"), HOOKS),
-    "sparse": (with_buffer(lambda: torch.eye(3).to_sparse()), NOT_DENSE),
-    "by rows": (with_buffer(lambda: torch.eye(3).to_sparse_csr()), NOT_DENSE),
-    "nested": (
+    (hooked("hook"), HOOKS),
+    (hooked("post_accumulate_grad_hook"), HOOKS),
+    (with_buffer(lambda: torch.eye(3).to_sparse()), NOT_DENSE),
+    (with_buffer(lambda: torch.eye(3).to_sparse_csr()), NOT_DENSE),
+    (
         with_buffer(
             lambda: torch.nested.as_nested_tensor([torch.eye(3)], layout=torch.jagged)
         ),
         NOT_DENSE,
     ),
-    "a tensor class": (
-        Wrapped,
-        r"weight is a TwoTensor.*cannot be saved in a checkpoint",
-    ),
-}
+    (Wrapped, r"weight is a TwoTensor.*cannot be saved in a checkpoint"),
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*in (beta|prototype):UserWarning")
-@pytest.mark.parametrize("case", REFUSED)
-def test_models_that_cannot_be_trained_are_refused(case):
+@pytest.mark.parametrize(("model", "words"), REFUSED)
+def test_models_that_cannot_be_trained_are_refused(model, words):
     """By name, when a state is created, with what to do."""
-    model, words = REFUSED[case]
     with pytest.raises(ModelError, match=words) as caught:
         create(model=model)
     assert isinstance(caught.value, ValueError)
@@ -316,33 +306,29 @@ class Bare(nn.Linear):
         return super().forward(x)
 
 
-WRITES = {
-    "set": (lambda m: setattr(m, "none", torch.ones(())), "'none' was None, and was"),
-    "unset": (lambda m: setattr(m, "count", None), "'count' was set to None"),
-    "dtype": (
+WRITES = [
+    (lambda m: setattr(m, "none", torch.ones(())), "'none' was None, and was"),
+    (lambda m: setattr(m, "count", None), "'count' was set to None"),
+    (
         lambda m: setattr(m, "count", m.count + 0.5),
         "'count' changed its dtype from torch.int64 to torch.float32",
     ),
-    "data": (
+    (
         lambda m: setattr(m.table, "data", m.table.double()),
         "'table' changed its dtype from torch.float32 to torch.float64",
     ),
-    "registered": (
-        lambda m: m.register_buffer("later", torch.ones(())),
-        "'later' was registered",
-    ),
-    "removed": (lambda m: delattr(m, "count"), "'count' was removed"),
-    "shared": (
+    (lambda m: m.register_buffer("later", torch.ones(())), "'later' was registered"),
+    (lambda m: delattr(m, "count"), "'count' was removed"),
+    (
         lambda m: setattr(m, "twin", m.twin + 1),
         "'twin' is shared, and was replaced under one of its names",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("case", WRITES)
-def test_what_the_state_would_not_have(case):
+@pytest.mark.parametrize(("write", "words"), WRITES)
+def test_what_the_state_would_not_have(write, words):
     """A buffer that a pass makes, removes or makes another is named; the state is whole."""
-    write, words = WRITES[case]
     acts = [write, write, lambda _: None]
 
     def act(model):

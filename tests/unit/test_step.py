@@ -289,18 +289,17 @@ def test_gradients_of_another_update():
     STEP(after, X)
 
 
-WRONG = {
-    "unknown": (lambda g: {**g, "extra": X}, "extra"),
-    "shape": (lambda g: {**g, "0.bias": torch.zeros(7)}, r"0\.bias"),
-    "dtype": (lambda g: {**g, "0.bias": g["0.bias"].double()}, r"0\.bias"),
-    "number": (lambda g: {**g, "0.bias": 3.0}, r"0\.bias"),
-}
+WRONG = [
+    (lambda g: {**g, "extra": X}, "extra"),
+    (lambda g: {**g, "0.bias": torch.zeros(7)}, r"0\.bias"),
+    (lambda g: {**g, "0.bias": g["0.bias"].double()}, r"0\.bias"),
+    (lambda g: {**g, "0.bias": 3.0}, r"0\.bias"),
+]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_gradients_that_do_not_fit(case):
+@pytest.mark.parametrize(("change", "words"), WRONG)
+def test_gradients_that_do_not_fit(change, words):
     """Gradients of unknown names or wrong shapes are named; the state is as it was."""
-    change, words = WRONG[case]
     state = make()
     before = values(state)
     for use in (af.apply_grads, lambda state, grads: COMPUTE(state, X, into=grads)):

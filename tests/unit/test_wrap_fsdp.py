@@ -17,7 +17,7 @@ from accelfn import errors
 from accelfn.errors import ArgumentError, CompositionError, GradsError, WorldError
 from accelfn.testing import simulate
 from tests.internals import collectives, is_shard, local, tree
-from tests.states import STEP, create, square
+from tests.states import STEP, create
 
 adamw = partial(torch.optim.AdamW, lr=0.1)
 
@@ -408,23 +408,6 @@ def test_ranks_predict_in_different_numbers_of_calls():
         torch.testing.assert_close(found, alone)
 
 
-def test_averages_are_evaluated():
-    """By `evaluate` and `predict`, one unit at a time, as by a module that holds them."""
-
-    def fn(world):
-        state = begun(world, af.wrap_fsdp(), af.ema(0.9))
-        for _ in range(3):
-            state, _ = STEP(state, rows(world))
-        held_out = torch.randn(4, 4, generator=torch.Generator().manual_seed(7))
-        data = af.Data(held_out, global_batch_size=2)
-        found = af.evaluate(state, data, square)["square"]
-        with af.borrow_model(state, at="eval", gather=True) as net, torch.no_grad():
-            expected = square(net, held_out).item()
-        assert found == pytest.approx(expected, rel=1e-5)
-
-    in_two(fn)
-
-
 def test_what_is_lent_is_whole():
     """A module that is lent or frozen has plain tensors; without gather=True none is lent."""
 
@@ -581,18 +564,6 @@ def test_a_custom_step_reduces_within_a_worker():
         return found
 
     assert simulate(4, program, axes=SQUARE).results == (0.5, 0.5, 2.5, 2.5)
-
-
-def test_metrics_are_of_all_workers():
-    """A mean is over what all ranks of the world saw."""
-
-    def program(world):
-        state = state_of(world, WORKER, EVERY)
-        x = torch.full((1, 1), float(world.rank))
-        _, metrics = af.make_step(lambda model, x: (0 * model(x) + x).mean())(state, x)
-        return metrics.all_reduce_mean(world)["loss"]
-
-    assert simulate(4, program, axes=SQUARE).results == (1.5,) * 4
 
 
 wide = partial(create, model=partial(nn.Linear, 3, 5, dtype=torch.float64), setup=FSDP)
