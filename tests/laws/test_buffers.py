@@ -2,7 +2,6 @@
 """Buffers of a state are those of a plain module whose passes were those that were applied."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from hypothesis import given
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from tests.states import create
 from tests.strategies import differences, tensors
 
 ROWS = torch.linspace(-1, 1, 6, dtype=torch.float64).view(3, 2)
@@ -33,14 +33,6 @@ def grown(model: nn.Module) -> None:
     model.history = torch.cat([model.history, model.history.sum()[None] + 1])
 
 
-def shrunk(model: nn.Module) -> None:
-    model.history = model.history[-1:]
-
-
-def assigned(model: nn.Module) -> None:
-    model.last = model.last.flip(0) + 3
-
-
 def written(model: nn.Module) -> None:
     model.history.mul_(2).add_(1)
     model.last[0] += 1
@@ -58,8 +50,12 @@ def failed(model: nn.Module) -> None:
 
 
 WAYS: Mapping[str, Callable[[nn.Module], None]] = {
-    each.__name__: each
-    for each in (grown, shrunk, assigned, written, written_by_data, failed)
+    "grown": grown,
+    "shrunk": lambda model: setattr(model, "history", model.history[-1:]),
+    "assigned": lambda model: setattr(model, "last", model.last.flip(0) + 3),
+    "written": written,
+    "written by data": written_by_data,
+    "failed": failed,
 }
 
 
@@ -74,9 +70,7 @@ def loss_fn(model: nn.Module, rows: torch.Tensor, way: object) -> torch.Tensor:
 )
 def test_buffers_are_those_of_the_passes_that_were_applied(passes):
     """However they are written, and whatever passes between were for nothing, or raised."""
-    state = af.TrainState.create(
-        model=Keeping, optimizer=partial(torch.optim.SGD, lr=0.1)
-    )
+    state = create(model=Keeping)
     plain = Keeping()
     take, step = af.value_and_grad(loss_fn), af.make_step(loss_fn)
     for way, is_applied in passes:
@@ -123,11 +117,7 @@ def test_what_runs_again_writes_buffers_once(acts, updates):
     """Wherever in its forward a module writes them, though the second run ends before."""
 
     def trained(*setup):
-        state = af.TrainState.create(
-            model=Outer,
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            setup=af.chain(*setup),
-        )
+        state = create(model=Outer, setup=af.chain(*setup))
         for _ in range(updates):
             state, _ = af.make_step(loss_fn)(state, ROWS, acts)
         return tensors(state)

@@ -2,7 +2,7 @@
 """Values of a state, by rows, and ZeRO's flat tensors hold the same elements."""
 
 import math
-from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.internals import (
     flat_params,
     flats,
     flatten_opt_state,
+    local,
     redistribute,
 )
 
@@ -67,14 +68,15 @@ class Case:
         ]
         for param in params.values():
             param.ds_numel = param.numel()
-            param.partition_numel = partial(_part_of, param.numel(), self.ranks)
+            param.partition_numel = lambda n=param.numel(): -(-n // self.ranks)
         zero = object.__new__(Zero)
         zero.stage, zero._ranks = self.stage, world
         flats = [self.flat(i, world.rank, values) for i in range(len(groups))]
+        offsets = [[0, *accumulate(p.numel() for p in each[:-1])] for each in groups]
         zero._optimizer = SimpleNamespace(
             fp16_groups=groups,
             round_robin_bit16_groups=groups,
-            round_robin_bit16_offsets=[_offsets(group) for group in groups],
+            round_robin_bit16_offsets=offsets,
             partition_size=[flat.numel() for flat in flats],
             fp32_partitioned_groups_flat=flats,
             single_partition_of_fp32_groups=flats,
@@ -92,14 +94,6 @@ def _parts(flat: torch.Tensor, ranks: int, aligned: int) -> list[torch.Tensor]:
     return list(
         torch.cat([flat, flat.new_zeros(size * ranks - flat.numel())]).split(size)
     )
-
-
-def _part_of(count: int, ranks: int) -> int:
-    return -(-count // ranks)
-
-
-def _offsets(group: list[nn.Parameter]) -> list[int]:
-    return [sum(p.numel() for p in group[:i]) for i in range(len(group))]
 
 
 groups = st.lists(
@@ -129,10 +123,10 @@ def test_rows_and_flat_tensors_hold_the_same(case):
         assert list(params) == list(values)
         for name, value in rows.items():
             assert params[name].shape == value.shape
-            assert torch.equal(_local(value), _local(params[name]))
+            assert torch.equal(local(value), local(params[name]))
         flats[0].add_(1)  # a step changes them
         params.mark_changed()
-        assert torch.equal(_local(rows["0.0"]) + 1, _local(params["0.0"]))
+        assert torch.equal(local(rows["0.0"]) + 1, local(params["0.0"]))
 
     simulate(case.ranks, fn, axes={"dp_shard": case.ranks})
 
@@ -169,7 +163,7 @@ def test_what_an_optimizer_has_goes_there_and_back(case, begun):
             assert shown[name].keys() == entry.keys()
             for key, value in entry.items():
                 if isinstance(value, torch.Tensor):
-                    assert torch.equal(_local(value), _local(shown[name][key]))
+                    assert torch.equal(local(value), local(shown[name][key]))
 
     simulate(case.ranks, fn, axes={"dp_shard": case.ranks})
 
@@ -211,12 +205,8 @@ def moves(draw: st.DrawFn) -> tuple[int, list[int], list[Any], list[Any]]:
         draw(st.integers(1, 4)),
         draw(st.lists(st.integers(0, 9), max_size=4)),
     )
-    return (
-        ranks,
-        counts,
-        [draw(cut(count, ranks)) for count in counts],
-        [draw(cut(count, ranks)) for count in counts],
-    )
+    have, want = ([draw(cut(count, ranks)) for count in counts] for _ in range(2))
+    return ranks, counts, have, want
 
 
 @given(case=moves(), at_once=st.sampled_from([flats._AT_ONCE, 4, 40]))
@@ -248,7 +238,3 @@ def test_equal_parts_cover_each_element_once(count, part, ranks):
     assert seen == list(range(min(count, part * ranks)))
     begin, end = cut_of((part, part + ranks), (0, count))
     assert [*range(begin, end)] == [e for e in range(part, part + ranks) if e < count]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return getattr(tensor, "_local_tensor", tensor)

@@ -69,24 +69,21 @@ def trained(state: af.TrainState, updates: int) -> af.TrainState:
     return state
 
 
-def by_with_params(state: af.TrainState, values: Any, folder: str) -> af.TrainState:
-    del folder
-    return state.with_params(values)
-
-
-def by_bind(state: af.TrainState, values: Any, folder: str) -> af.TrainState:
-    del folder
+def by_bind(state, values, _):
     with af.borrow_model(state, at="train") as model:
         model.load_state_dict(dict(values))
     return state
 
 
-def by_load_part(state: af.TrainState, values: Any, folder: str) -> af.TrainState:
-    del values
-    return af.load_part(state, Path(folder) / "other", "params").state
+def by_load_part(state, _, folder, name="other"):
+    return af.load_part(state, Path(folder) / name, "params").state
 
 
-WAYS = {"with_params": by_with_params, "bind": by_bind, "load_part": by_load_part}
+WAYS = {
+    "with_params": lambda state, values, _: state.with_params(values),
+    "bind": by_bind,
+    "load_part": by_load_part,
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -166,11 +163,7 @@ def test_what_is_frozen_moves_by_no_outer_momentum(
         # all that was trained is in the mean, and ranks have met there
         state = af.finalize(state)
         state = state.with_trainable(lambda name, _: not name.startswith(frozen))
-        held = {
-            name: each.clone()
-            for name, each in state.params.items()
-            if name.startswith(frozen)
-        }
+        held = {n: p.clone() for n, p in state.params.items() if n.startswith(frozen)}
         for updates in (1, 2, 4):
             state = trained(state, updates)
             now = {name: state.params[name] for name in held}
@@ -230,13 +223,9 @@ def test_an_optimizer_that_draws_is_a_function_of_the_state(size, cut, drawn, *,
 
     def fn(world):
         def begin():
-            return af.TrainState.create(
-                model=net,
-                optimizer=optimizer,
-                data=af.Data(X, global_batch_size=8),
-                setup=DDP,
-                world=world,
-            )
+            data = af.Data(X, global_batch_size=8)
+            options = {"model": net, "optimizer": optimizer, "setup": DDP}
+            return af.TrainState.create(**options, data=data, world=world)
 
         torch.manual_seed(world.rank)
         whole = trained(begin(), 4)
@@ -255,27 +244,16 @@ def test_an_optimizer_that_draws_is_a_function_of_the_state(size, cut, drawn, *,
         assert differences(first, other) == []
 
 
-def loads_apart(state: af.TrainState, folder: str) -> af.TrainState:
-    path = Path(folder) / f"seed {state.world.rank}"
-    with warnings.catch_warnings(action="ignore"):  # of slots that go on
-        return af.load_part(state, path, "params").state
-
-
-def trains_apart(state: af.TrainState, folder: str) -> af.TrainState:
-    del folder
-    rank = state.world.rank
-    return state.with_trainable(lambda name, _: rank == 0 or name.startswith("2."))
-
-
-def seeks_apart(state: af.TrainState, folder: str) -> af.TrainState:
-    del folder
-    return af.seek(state, 8 * state.world.rank, epoch=1)
-
-
 APART = {
-    "load_part": (loads_apart, "0.weight"),
-    "with_trainable": (trains_apart, "0.weight"),
-    "seek": (seeks_apart, r"cursor: epoch 1, sample 0.*\n.*cursor: epoch 1, sample 8"),
+    "load_part": (lambda s, f: by_load_part(s, None, f, f"{s.world.rank}"), "0.weight"),
+    "with_trainable": (
+        lambda s, _: s.with_trainable(lambda n, _: s.world.is_main or n[0] == "2"),
+        "0.weight",
+    ),
+    "seek": (
+        lambda s, _: af.seek(s, 8 * s.world.rank, epoch=1),
+        r"cursor: epoch 1, sample 0.*\n.*cursor: epoch 1, sample 8",
+    ),
 }
 
 
@@ -286,12 +264,13 @@ def test_ranks_that_part_in_mid_run_are_told(act, updates):
     change, words = APART[act]
 
     def fn(world):
-        state = change(trained(created(world, "ema"), updates), folder)
+        with warnings.catch_warnings(action="ignore"):  # of slots that go on
+            state = change(trained(created(world, "ema"), updates), folder)
         with pytest.raises(ReplicaMismatchError, match=words):
             trained(state, 1)
 
     with tempfile.TemporaryDirectory() as folder:
         for seed in (0, 1):
             other = created(single(), "ema", seed=seed)
-            af.save(other, Path(folder) / f"seed {seed}")
+            af.save(other, Path(folder) / f"{seed}")
         simulate(2, fn)
