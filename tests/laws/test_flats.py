@@ -68,7 +68,7 @@ class Case:
         ]
         for param in params.values():
             param.ds_numel = param.numel()
-            param.partition_numel = lambda n=param.numel(): -(-n // self.ranks)
+            param.partition_numel = lambda p=param: -(-p.numel() // self.ranks)
         zero = object.__new__(Zero)
         zero.stage, zero._ranks = self.stage, world
         flats = [self.flat(i, world.rank, values) for i in range(len(groups))]

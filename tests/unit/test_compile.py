@@ -80,6 +80,7 @@ def test_inductor_gives_the_same_numbers():
     assert close(trained(af.clip_grad_norm(0.1)), found)
 
 
+@pytest.mark.slow
 def test_draws_are_the_states_own():
     """Under inductor a step is a function of its state, and another step draws anew."""
     state, step = begun(af.compile(), model=blocks), af.make_step(loss_fn)
@@ -166,12 +167,6 @@ def test_numbers_that_change_are_told():
     state, _ = step(state, rows(8))
     with pytest.warns(af.errors.RecompilationWarning, match="Block was compiled again"):
         step(state, rows(5))
-
-
-def test_dynamic_sizes_are_compiled_once():
-    """With dynamic=True no batch of another size is compiled for."""
-    sizes = [rows(size) for size in (8, 7, 5, 9)]
-    assert close(trained(batches=sizes), trained(quick(dynamic=True), batches=sizes))
 
 
 def test_new_functions_are_told():

@@ -11,7 +11,7 @@ import accelfn as af
 from accelfn.errors import ArgumentError, PeerFailedError
 from accelfn.testing import simulate
 from tests.internals import naming
-from tests.states import linear_state
+from tests.states import STEP, linear_state
 
 SCHEDULES = [(), (1, 1, 1), (2, 1, 0, 1), (0, 0, 2)]
 
@@ -177,20 +177,12 @@ def test_slots_that_are_each_rank_s_own():
     """What PowerSGD leaves out of a gradient differs by rank, and is no disagreement."""
 
     def fn(world):
-        state = linear_state(
-            6,
-            6,
-            world=world,
-            setup=af.chain(
-                af.shard_data(),
-                af.wrap_ddp(),
-                af.compress_grads("powersgd", start_powerSGD_iter=2),
-            ),
-            data=af.Data(torch.arange(96.0).reshape(16, 6).sin(), global_batch_size=4),
-        )
-        step = af.make_step(lambda model, batch: model(batch).square().mean())
+        power = af.compress_grads("powersgd", start_powerSGD_iter=2)
+        setup = af.chain(af.shard_data(), af.wrap_ddp(), power)
+        data = af.Data(torch.arange(96.0).reshape(16, 6).sin(), global_batch_size=4)
+        state = linear_state(6, 6, world=world, setup=setup, data=data)
         for batch in af.batches(state, until_epoch=1):
-            state, _ = step(state, batch)
+            state, _ = STEP(state, batch)
         af.assert_replicas_agree(state)
         return repr(state.slots)
 

@@ -25,13 +25,8 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 
 def net(width: int = 256) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(width, width),
-        nn.GELU(),
-        nn.Linear(width, width),
-        nn.GELU(),
-        nn.Linear(width, 16),
-    )
+    hidden = (nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU())
+    return nn.Sequential(*hidden, nn.Linear(width, 16))
 
 
 def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -105,6 +100,7 @@ def test_a_precision_trains_as_float32_does(precision):
         (af.autocast("bf16"), af.clip_grad_norm(1.0), af.ema(0.99)),
         (af.autocast("fp16"), af.clip_grad_norm(1.0)),
         (af.accumulate(num_micro_batches=2), af.autocast("bf16")),
+        (af.clip_grad_value(1.0), af.ema(0.9), af.local_sgd(sync_every=2)),
     ],
     ids=repr,
 )

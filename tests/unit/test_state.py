@@ -340,39 +340,6 @@ def test_evaluated_parameters():
     assert bits(plain.params) == bits(af.eval_params(plain))
 
 
-SPLITS = {
-    "dp_shard": af.wrap_fsdp(),
-    "tp": af.tensor_parallel({"0": "column", "1": "row"}),
-    "cp": af.context_parallel(seq_dim=1),
-}
-
-
-@pytest.mark.parametrize(
-    "axes",
-    [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "tp": 2}],
-)
-@pytest.mark.parametrize("shared", [False, True])
-def test_rng_is_that_of_whose_batch_it_is(axes, shared):
-    """Ranks that share a batch draw alike, others apart, unless all share what is drawn."""
-    setup = af.chain(af.shard_data(), *(SPLITS[axis] for axis in axes))
-
-    def draw(world):
-        state = af.TrainState.create(
-            model=lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
-            optimizer=torch.optim.SGD,
-            world=world,
-            setup=setup,
-        )
-        with af.fork_rng(state, "latents", shared=shared):
-            return world.batch.rank, torch.rand(2).tolist()
-
-    size = math.prod(axes.values())
-    found = simulate(size, draw, axes=axes).results
-    for batch, drawn in found:
-        for other, others in found:
-            assert (drawn == others) == (shared or batch == other)
-
-
 @pytest.mark.parametrize(
     "call",
     [

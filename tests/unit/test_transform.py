@@ -363,10 +363,10 @@ def test_a_slot_may_have_what_no_update_writes():
 
 
 WRITTEN = """
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import accelfn as af
@@ -396,15 +396,11 @@ class Slower(StepLR):
 
 
 def net() -> Absent:
-    return nn.Linear(2, 1, bias=False)
+    return torch.nn.Linear(2, 1, bias=False)
 
 
 def optimizer(params: Absent) -> Absent:
     return Descent(params, lr=0.5)
-
-
-def scheduler(optimizer: Absent) -> Absent:
-    return Slower(optimizer, step_size=1)
 
 
 def loss_fn(model: Absent, batch: Absent) -> Absent:
@@ -416,7 +412,7 @@ def kept(name: Absent, parameter: Absent) -> Absent:
 
 
 def train() -> Absent:
-    schedule = af.schedules.from_torch(scheduler)
+    schedule = af.schedules.from_torch(partial(Slower, step_size=1))
     parts = {"model": net, "optimizer": optimizer, "schedule": schedule}
     state = af.TrainState.create(**parts, setup=Scale(2.0))
     before = af.snapshot_model(state).weight.clone()
