@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 import accelfn as af
 from tests.laws.worlds import single
@@ -84,17 +83,3 @@ def test_compiling_changes_nothing(kind, loss, chain, sizes):
     assert [each.keys() for each in expected] == [each.keys() for each in told]
     for one, two in zip(expected, told, strict=True):
         assert all(abs(one[name] - two[name]) <= 1e-9 for name in one)
-
-
-REGIONS = st.sampled_from([None, nn.Linear, (nn.Linear, nn.BatchNorm1d), nn.Module])
-
-
-@given(kind=KINDS, loss=st.sampled_from(sorted(LOSSES)), regions=REGIONS, sizes=updates)
-def test_recomputing_is_exact(kind, loss, regions, sizes):
-    """Activations that are computed again leave every bit as it was, draws included."""
-    plain = begun(kind, "alone", compiled=False)
-    other = plain.with_setup(af.checkpoint_activations(regions))
-    one, expected = updated(plain, loss, sizes)
-    two, told = updated(other, loss, sizes)
-    assert differences(tensors(one), tensors(two)) == []
-    assert expected == told

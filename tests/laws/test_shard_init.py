@@ -18,17 +18,9 @@ from accelfn.errors import ModelError
 from accelfn.testing import simulate
 from tests.internals import local, room
 from tests.laws.alive import Alive
-from tests.laws.parallel_layers import (
-    DDP,
-    FSDP,
-    LYING,
-    UNSPLIT,
-    Lying,
-    Speech,
-    loss_of_tokens,
-    speeches,
-)
+from tests.laws.parallel_layers import DDP, FSDP, Lying
 from tests.laws.split_models import AXES
+from tests.states import create
 from tests.strategies import differences, tensors
 
 WIDTH = 6
@@ -167,46 +159,6 @@ def test_what_is_drawn_is_the_same_in_any_layout(drawing, lying):
         assert differences(alone, found) == []
 
 
-def spoken(speech: Speech, world: af.World, *engine: object, init: str) -> Any:
-    micro = af.accumulate(num_micro_batches=speech.micro)
-    return af.TrainState.create(
-        model=speech.model(world),
-        optimizer=OPTIMIZERS[sorted(OPTIMIZERS)[speech.seed % 2]],
-        data=speech.data(),
-        setup=af.chain(af.shard_data(), *engine, micro, *speech.behind),
-        world=world,
-        seed=speech.seed,
-        init=init,
-    )
-
-
-@given(speech=speeches(), lying=st.sampled_from([*LYING, *UNSPLIT]))
-def test_it_trains_as_what_was_cut_trains(speech, lying):
-    """A state that was drawn in parts is that of one process, along every axis; and it is
-    updated, bitwise, as a state that was drawn whole and was given its values.
-    """
-
-    alone = spoken(speech, af.World.single(device="cpu"), init="shard").params
-
-    def parts(world):
-        setup = lying.setup(speech.plan)
-        one = spoken(speech, world, *setup, init="shard")
-        values = af.full_params(one, at="train")
-        other = spoken(speech, world, *setup, init="whole").with_params(values)
-        assert differences(dict(alone), {n: values[n] for n in alone}) == []
-        return updated(one), updated(other)
-
-    def updated(state):
-        step = af.make_step(loss_of_tokens)
-        state, _ = step(state, next(iter(af.batches(state))))
-        return tensors(state)
-
-    for one, other in lying.on_ranks(parts):
-        for name in [each for each in one if each.startswith("slots.ema")]:
-            del one[name], other[name]  # averages began at other values
-        assert differences(one, other) == []
-
-
 @given(drawing=drawings(), rest=st.data())
 def test_a_module_draws_for_itself(drawing, rest):
     """What others draw changes nothing of it. It has the dtypes, and takes the gradients, that
@@ -268,7 +220,7 @@ def own(module: nn.Module) -> int:
     tp=st.booleans(),
 )
 def test_no_more_than_parts_and_a_module_is_alive(sizes, lying, tp):
-    """At no moment of `create`, on any rank."""
+    """At no moment of `create`, on any rank; along all axes it is the model of one process."""
     axes, setup = lying.axes, lying.engine
     if tp:
         axes = {"dp_shard": 2, "tp": 2}
@@ -277,23 +229,28 @@ def test_no_more_than_parts_and_a_module_is_alive(sizes, lying, tp):
     # lone numbers that are looked at; small parameters, on which an optimizer is tried
     few, tried = 16, 60 * len(list(Nested(sizes).parameters()))
 
-    def create(world):
+    def created(world, *setup):
+        return create(
+            model=partial(Nested, sizes),
+            setup=af.chain(af.shard_data(), *setup),
+            world=world,
+            init="shard",
+        )
+
+    (alone,) = ALONE.on_ranks(lambda world: dict(created(world).params))
+
+    def fn(world):
         with Alive(torch.float64) as alive:
-            state = af.TrainState.create(
-                model=partial(Nested, sizes),
-                optimizer=partial(torch.optim.SGD, lr=0.1),
-                setup=af.chain(af.shard_data(), *setup),
-                world=world,
-                init="shard",
-            )
+            state = created(world, *setup)
         parts = sum(room(local(p)) for p in state.params.values())
         assert parts < sum(p.numel() for p in state.params.values())
         most = max(parts + largest + few, parts + tried)
         assert largest <= alive.most / 8 <= most
         memory = af.memory(state)
         assert memory.params.here <= parts * 8
+        assert differences(alone, dict(af.full_params(state, at="train"))) == []
 
-    Lying(axes).on_ranks(create)
+    Lying(axes).on_ranks(fn)
 
 
 def loaded(module: nn.Module, param: nn.Parameter) -> None:
