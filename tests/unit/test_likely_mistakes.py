@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.errors import AccelfnWarning, CallError, StateError
+from accelfn.errors import AccelfnWarning, CallError
 from accelfn.testing import simulate
 from tests.internals import ReadOnly
 from tests.states import SGD, STEP, create, linear_state, recorded_warnings, square
@@ -37,34 +37,6 @@ class Scaled(nn.Module):
 
     def forward(self, outputs):
         return (self.scale * outputs).square().mean()
-
-
-def put_data(module):
-    module.weight.data = torch.zeros(2, 2)
-
-
-def put_parameter(module):
-    module.weight = nn.Parameter(torch.zeros(2, 2))
-
-
-def put_dict(module):
-    values = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
-    module.load_state_dict(values, assign=True)
-
-
-@pytest.mark.parametrize("put", [put_data, put_parameter, put_dict])
-def test_what_is_put_in_the_place_of_a_lent_tensor_is_refused(put):
-    """The state keeps its own; what is written into that stays, and another kind is a look."""
-    state = state_of()
-    words = r"replaced the tensors weight.* state\.with_params"
-    with pytest.raises(StateError, match=words), af.borrow_model(state) as module:
-        put(module)
-    with af.borrow_model(state) as module, torch.no_grad():
-        module.weight.zero_()
-    assert not state.params["weight"].any()
-    with af.borrow_model(state) as module:
-        module.double()
-        module.bias = None
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -322,15 +294,6 @@ def test_what_is_shown_reads_as_a_dict(shown, other, name):
         with pytest.raises(KeyError):
             view["c"]
         shown |= other
-
-
-def test_what_a_state_shows_is_saved_as_a_dict(tmp_path):
-    """Torch reads it without trusting the file."""
-    state = state_of()
-    torch.save(state.params, tmp_path / "params.pt")
-    read = torch.load(tmp_path / "params.pt", weights_only=True)
-    assert read.keys() == state.params.keys()
-    assert all(torch.equal(read[name], value) for name, value in state.params.items())
 
 
 WRITES = {

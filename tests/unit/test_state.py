@@ -20,7 +20,6 @@ import accelfn as af
 from accelfn.errors import (
     ArgumentError,
     CallError,
-    DataError,
     LossError,
     StateDonatedError,
     StateError,
@@ -297,26 +296,61 @@ def test_a_copy_keeps_what_is_one_tensor():
     assert one.seen == [[0]]
 
 
-def test_bound_module_is_never_the_engines():
-    """Hooks and modes set on a lent module do not reach a step."""
-    state, witness = make(setup=None), make(setup=None)
-    with af.borrow_model(state) as model:
-        model.eval().requires_grad_(requires_grad=False)
-        model[0].register_forward_hook(lambda *_: torch.zeros(8, 4))
-    assert bits(STEP(witness, X)[0].params) == bits(STEP(state, X)[0].params)
-
-
 @pytest.mark.parametrize("error", [None, ZeroDivisionError])
 def test_after_the_block_it_is_empty(error):
-    """After the block the module holds nothing, and the state all it had."""
-    state = make(setup=None)
+    """The module holds nothing, and says what to write; hooks and modes reach no step."""
+    state, witness = make(setup=None), make(setup=None)
     before = bits(state.params), bits(state.buffers)
     with suppress(ZeroDivisionError), af.borrow_model(state) as model:
+        model.eval().requires_grad_(requires_grad=False)
+        model[0].register_forward_hook(lambda *_: torch.zeros(8, 4))
         if error:
             raise error
     left = [*model.parameters(), *model.buffers()]
     assert {(0, 0)} == {(t.numel(), t.untyped_storage().nbytes()) for t in left}
+    for called in (model, *model):
+        words = r"comes from af\.borrow_model.*has ended"
+        with pytest.raises(StateError, match=words):
+            called(X)
     assert before == (bits(state.params), bits(state.buffers))
+    assert bits(STEP(witness, X)[0].params) == bits(STEP(state, X)[0].params)
+
+
+class Shared(nn.Linear):
+    """A layer with a parameter and a buffer of two names."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.table = self.twin = nn.Parameter(torch.ones(2))
+        self.register_buffer("buffer", torch.ones(2))
+        self.register_buffer("alias", self.buffer)
+
+
+VALUES = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
+PUTS = {
+    "weight": lambda m: setattr(m.weight, "data", torch.zeros(2, 2)),
+    "bias": lambda m: setattr(m, "bias", nn.Parameter(torch.zeros(2))),
+    "weight, bias": lambda m: m.load_state_dict(VALUES, strict=False, assign=True),
+    "table": lambda m: setattr(m, "table", nn.Parameter(torch.zeros(2))),
+    "twin": lambda m: setattr(m, "twin", nn.Parameter(torch.zeros(2))),
+    "buffer": lambda m: setattr(m, "buffer", torch.zeros(2)),
+    "alias": lambda m: setattr(m, "alias", torch.zeros(2)),
+}
+
+
+@pytest.mark.parametrize("names", PUTS)
+def test_what_is_put_in_the_place_of_a_lent_tensor_is_refused(names):
+    """Under any name: the state keeps its own. What is written into that stays."""
+    state = create(model=Shared)
+    words = rf"replaced the tensors {names}, but the state keeps.* state\.with_params"
+    with pytest.raises(StateError, match=words), af.borrow_model(state) as module:
+        PUTS[names](module)
+    with af.borrow_model(state) as module, torch.no_grad():
+        module.weight.zero_()
+    assert not state.params["weight"].any()
+    with af.borrow_model(state) as module:  # another kind is a look
+        module.double()
+        module.bias = None
 
 
 def test_evaluated_parameters():
@@ -358,17 +392,6 @@ def test_where_parameters_are_taken_is_one_word(call):
         call(make(setup=None), raw=True)
 
 
-@pytest.mark.parametrize("part", [0, 1, 2, slice(None)])
-def test_a_module_is_called_in_its_block(part):
-    """Behind it the module, and each part that had tensors, says what to write."""
-    state = make(setup=None)
-    with af.borrow_model(state) as model:
-        pass
-    called = model if isinstance(part, slice) else model[part]
-    with pytest.raises(StateError, match=r"comes from af\.borrow_model.*has ended"):
-        called(X)
-
-
 def test_a_module_that_judges_in_a_loss_stays_until_the_backward_pass():
     """One that was lent for less is refused; a frozen one judges."""
     state, other = make(setup=None), make(setup=None, seed=1)
@@ -385,27 +408,6 @@ def test_a_module_that_judges_in_a_loss_stays_until_the_backward_pass():
         lambda model, batch: (model(batch) * af.snapshot_model(other)(batch)).mean()
     )(state, X)
     assert math.isfinite(metrics["loss"])
-
-
-@pytest.mark.parametrize("name", ["table", "twin"])
-@pytest.mark.parametrize("kind", ["parameter", "buffer"])
-def test_a_shared_tensor_is_not_replaced_under_either_name(kind, name):
-    """A block that gives a lent tensor's place to another is refused by its further name, too."""
-
-    class Shared(nn.Linear):
-        def __init__(self):
-            super().__init__(3, 1)
-            if kind == "parameter":
-                self.table = self.twin = nn.Parameter(torch.ones(2))
-            else:
-                self.register_buffer("table", torch.ones(2))
-                self.register_buffer("twin", self.table)
-
-    state = af.TrainState.create(model=Shared, optimizer=torch.optim.SGD)
-    new = torch.zeros(2)
-    words = rf"replaced the tensors {name}, but the state keeps"
-    with pytest.raises(StateError, match=words), af.borrow_model(state) as model:
-        setattr(model, name, nn.Parameter(new) if kind == "parameter" else new)
 
 
 def test_params_go_into_torch_func():
@@ -690,16 +692,6 @@ def test_an_order_that_draws_is_the_same_when_it_is_asked_again(draws, cut, seed
     assert sorted(whole[:12]) == sorted(whole[12:]) == list(range(12))
     assert whole[:12] != whole[12:]
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_an_order_of_a_generator_that_goes_on_is_refused():
-    """It is another each time, and a resumed run has samples twice."""
-    generator = np.random.default_rng(0)
-    data = af.Data(
-        INPUTS, global_batch_size=4, order=lambda *_: generator.permutation(12)
-    )
-    with pytest.raises(DataError, match="different orders when it was called twice"):
-        next(iter(af.batches(state_of(data=data))))
 
 
 IMAGE = torch.ones(3, 4)
