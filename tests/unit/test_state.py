@@ -421,8 +421,7 @@ def test_params_go_into_torch_func():
         return torch.func.functional_call(module, params, (x,)).square().mean()
 
     found = torch.func.grad(loss)(state.params, inputs)
-    compute = af.value_and_grad(lambda model, x: model(x).square().mean())
-    _, grads = compute(state, inputs)
+    _, grads = af.value_and_grad(square)(state, inputs)
     assert found.keys() == grads.tensors.keys()
     for name, tensor in grads.tensors.items():
         torch.testing.assert_close(found[name], tensor)

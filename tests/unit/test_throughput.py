@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.utils.data import IterableDataset
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.states import STEP, linear_state
 
 
 class Stream(IterableDataset):
@@ -45,20 +45,14 @@ def test_speed_is_samples_over_seconds(
             remainder=remainder,
             replay=streams,
         )
-        state = af.TrainState.create(
-            model=lambda: nn.Linear(1, 1),
-            optimizer=torch.optim.SGD,
-            data=data,
-            setup=af.chain(af.shard_data(), af.wrap_ddp()),
-            world=world,
-        )
-        step = af.make_step(lambda model, batch: model(batch).mean())
+        setup = af.chain(af.shard_data(), af.wrap_ddp())
+        state = linear_state(data=data, setup=setup, world=world)
         speed = af.track.throughput(
             tokens_per_sample=7, flops_per_sample=10, peak_flops=1000
         )
         count, full, told = 0, 0, []
         for batch in af.batches(state, until_epoch=3):
-            state, _ = step(state, batch)
+            state, _ = STEP(state, batch)
             count, full = count + batch.num_samples, full + batch_size
             clock.now += 1.0 + world.rank
             if state.step % every == 0:
@@ -94,11 +88,10 @@ def test_speed_is_samples_over_seconds(
 def test_an_unknown_device_asks_for_its_peak():
     """Of a CPU no data sheet is known, and a state without data reads no samples."""
     speed = af.track.throughput(flops_per_sample=1)
-    create = {"model": lambda: nn.Linear(1, 1), "optimizer": torch.optim.SGD}
-    state = af.TrainState.create(**create, data=af.Data([0.0], global_batch_size=1))
+    state = linear_state(data=af.Data([0.0], global_batch_size=1))
     with pytest.raises(af.errors.ArgumentError, match="'CPU'. Pass peak_flops="):
         speed(state)
     with pytest.raises(af.errors.ArgumentError, match="has no data"):
-        speed(af.TrainState.create(**create))
+        speed(linear_state())
     with pytest.raises(af.errors.ArgumentError, match="expected a positive number"):
         af.track.throughput(peak_flops=0)
