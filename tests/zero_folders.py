@@ -40,16 +40,10 @@ class Training:
 def write_zero(
     folder, training, *, stage, ranks, align=1, tag="global_step2", **beside
 ):
-    """Write a checkpoint; return its tag's folder.
+    """Write a checkpoint of a stage of ZeRO in a new folder; return its tag's folder.
 
-    Args:
-        folder: to be made.
-        training: what is saved.
-        stage: of ZeRO.
-        ranks: that hold the parts.
-        align: at stages 1 and 2, every parameter begins at a multiple of so many elements.
-        tag: the name of the folder in it.
-        beside: what else is in the files of the model.
+    At stages 1 and 2, every parameter begins at a multiple of `align` elements. The files of
+    the model also have what is `beside`.
     """
     inside = folder / tag
     inside.mkdir(parents=True)

@@ -2,12 +2,11 @@
 """Golden runs: record the exact bits of many runs, and compare them after a refactoring.
 
 `python -m tests.golden.runs write FILE` trains 200 random setups on 1 to 4 simulated ranks and
-runs every example. It saves one checkpoint of each kind to a folder next to FILE. FILE gets
-digests of all results, and the public names and defaults.
+runs every example. FILE gets digests of all results.
 
-`python -m tests.golden.runs compare FILE [WORD]` repeats the runs in FILE, loads the saved
-checkpoints, and prints each difference. WORD selects runs by name or setup. The bits depend on
-the machine and on torch, so FILE is not committed.
+`python -m tests.golden.runs compare FILE [WORD]` repeats the runs in FILE, and prints each
+difference. WORD selects runs by name or setup. The bits depend on the machine and on torch, so
+FILE is not committed.
 """
 
 import json
@@ -30,7 +29,7 @@ import torch
 
 import accelfn as af
 from accelfn import testing
-from tests.golden import defaults, setups
+from tests.golden import setups
 from tests.golden.make import FIELDS
 from tests.golden.setups import Setup
 from tests.scripts import run_script
@@ -46,13 +45,6 @@ LAUNCHED: dict[str, tuple[int, str]] = {
 SMALLER = {"22": {"layers": 2}}
 """Arguments for `main` of an example, the same as in its test."""
 NOISE = r"\d+(\.\d+)? (s|ms|us)\b|/tmp/\S+|0x\w+|:\d{4,5}\b|^\[20.*$|│ +[\d.]+ +│$"
-SAVED: dict[str, tuple[list[int], str, dict[str, Any]]] = {
-    "lone": ([1], "clip_grad_norm", {"max_norm": 1.0}),
-    "joint": ([2, 1], "wrap_ddp", {}),
-    "split": ([2, 1, 3], "wrap_fsdp", {}),
-    "by rank": ([2], "diloco", {"sync_every": 2, "bits": 8}),
-}
-"""World sizes (the first one saves, all load), and a transform with its options."""
 Result: TypeAlias = dict[str, Any]
 
 
@@ -214,59 +206,8 @@ def record_example(script: Path) -> None:
     Path(f"{os.environ.get('RANK', '0')}.steps").write_text("\n".join(seen))
 
 
-def check_checkpoint(name: str, folder: Path, *, writes: bool) -> Result:
-    """Load a checkpoint; when the golden file is written, save it first."""
-    sizes, transform, options = SAVED[name]
-    setup = setups.draw_setup(0) | {
-        "chain": [(transform, options)],
-        "optimizer": "groups",
-    }
-    setup |= {"net": ["norm", "tied"], "data": "tensors", "remainder": "short"}
-    setup |= {"step": "whole", "loss": "mean", "broken": False}
-
-    def states(world: af.World) -> dict[str, af.TrainState]:
-        names = ("one", "two") if name == "joint" else ("one",)
-        return {n: setups.create_state(setup | {"seed": len(n)}, world) for n in names}
-
-    def write(world: af.World) -> None:
-        step, trained = setups.build_step(setup), {}
-        for key, state in states(world).items():
-            trained[key] = state
-            for batch in islice(af.batches(state), 3):
-                trained[key], _ = step(trained[key], batch)
-        af.save(trained if name == "joint" else trained["one"], folder / name)
-
-    def load(world: af.World) -> list[Any]:
-        fresh = states(world)
-        loaded = af.load(fresh if name == "joint" else fresh["one"], folder / name)
-        parts = loaded.values() if isinstance(loaded, Mapping) else [loaded]
-        return [digest_state(state) for state in parts]
-
-    if writes:
-        testing.simulate(sizes[0], write)
-    results = {f"on {n}": testing.simulate(n, load).results for n in sizes}
-    return {**results, "files": digest(read_files(folder / name))}
-
-
-def public_names() -> Result:
-    """Return the public names and defaults as keys."""
-    names = [
-        *(f"af.{n}" for n in af.__all__),
-        *(f"testing.{n}" for n in testing.__all__),
-    ]
-    owner = ""
-    for line in defaults.lines():
-        owner = owner if line.startswith(" ") else line
-        names.append(f"{owner}: {line}")
-    return dict.fromkeys(names, "public")
-
-
-def list_runs(folder, written) -> Iterator[tuple[str, Any, Callable[[Path], Result]]]:
+def list_runs(written) -> Iterator[tuple[str, Any, Callable[[Path], Result]]]:
     """Yield the name, the setup and the function of each run."""
-    yield "names", None, lambda _: public_names()
-    for name in SAVED:
-        check = partial(check_checkpoint, name, folder, writes=written is None)
-        yield f"saved {name}", None, lambda _, check=check: check()
     for script in sorted(EXAMPLES.glob("[0-9]*.py")):
         yield f"example {script.name}", None, partial(run_example, script)
     for number in range(NUM_SETUPS):
@@ -290,13 +231,10 @@ def find_differences(one: Any, two: Any, path: str) -> Iterator[str]:
 def main(command: str, file: str, word: str = "") -> int:
     """Write the golden file, or compare with it; return the number of runs that differ."""
     torch.set_num_threads(1)
-    folder = Path(file).resolve().with_suffix(".checkpoints")
     written = json.loads(Path(file).read_text()) if command == "compare" else None
-    if written is None:
-        folder.mkdir()
     results: dict[str, Any] = {}
     num_different = 0
-    for name, setup, run in list_runs(folder, written):
+    for name, setup, run in list_runs(written):
         if word not in f"{name} {setup}":
             continue
         result = json.loads(json.dumps({"setup": setup, **run_safely(run)}))

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 import accelfn as af
+from tests.strategies import differences, tensors
 from tests.waiting import HANGS, heard
 
 FORK = multiprocessing.get_context("fork")
@@ -63,20 +64,8 @@ def create(kind: str, world: af.World | None = None) -> af.TrainState:
     )
 
 
-def tensors(state: af.TrainState) -> Found:
-    """Return copies of all that training has changed in a state."""
-    flat = [("p." + n, t) for n, t in state.params.items()]
-    flat += [("b." + n, t) for n, t in state.buffers.items()]
-    for name, entry in state.opt_state.items():
-        flat += [(f"o.{name}.{key}", t) for key, t in entry.items()]
-    flat += [
-        ("s." + n, t) for n, t in state.slots.get("ema", {}).get("params", {}).items()
-    ]
-    return {n: t.clone() for n, t in flat if isinstance(t, torch.Tensor)}
-
-
 def same(one: Found, two: Found) -> bool:
-    return one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+    return differences(one, two) == []
 
 
 def undisturbed(state: af.TrainState) -> list[Found]:

@@ -105,13 +105,13 @@ def live(rank, size, port, folder, moment, async_, seconds, pipe) -> None:
             world = af.World.from_env(device="cpu", timeout=60)
             world.connection.set_timeout(seconds)  # from here on, once all have met
             if goes:
-                tell = lambda: pipe.send(("goes", time.monotonic()))  # noqa: E731
+                tell = lambda: pipe.send("goes")  # noqa: E731
                 stack.enter_context(going(moment, tell))
             with world, af.CheckpointStore(f"{folder}/run", keep=2, async_=async_) as s:
                 _save_on(s, world, Path(folder, f"saved-by-{rank}"))
         except BaseException as error:  # noqa: BLE001 - told to the parent
             ended = f"{type(error).__name__}: {error}"
-        pipe.send((ended, time.monotonic()))
+        pipe.send(ended)
     if world is not None:
         world.close()  # as the interpreter's end would
 

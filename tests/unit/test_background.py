@@ -72,14 +72,6 @@ def test_a_lock_of_another_mount_tells_nothing(talks, monkeypatch):
     assert "ranks 0 and 2 failed, left or did not" in said(talks(1, patience=0.1))
 
 
-def test_nobody_waits_long_when_one_is_known_to_be_gone(talks, monkeypatch):
-    """B1: then those that have not spoken are given a moment."""
-    monkeypatch.setattr(background, "_GRACE", 0.1)
-    talk = talks(1, patience=1e6)
-    talk.hurried_at = 0.0
-    assert "ranks 0 and 2 failed, left or did not" in said(talk)
-
-
 def test_who_speaks_last_as_patience_ends_has_spoken(talks, monkeypatch):
     """Between one look at who is absent and the next: then nobody is."""
     talk = talks(1, patience=0.0)

@@ -474,6 +474,10 @@ OTHERS = {
         r"(?s)missing.*other\.weight.*unexpected.*0\.weight",
     ),
     "dtype": ({"model": lambda: net().double()}, r"0\.weight.*float32.*float64"),
+    "both": (
+        {"model": lambda: net(5).double()},
+        r"weight saved as \(4, 3\) torch.float32, expected \(5, 3\) torch.float64",
+    ),
     "no ema": ({"setup": None}, r"not in this setup: 'ema'.*with_setup"),
     "another": (
         {"setup": af.chain(af.ema(0.9), af.ema(0.5, name="b"))},

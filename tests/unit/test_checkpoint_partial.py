@@ -10,10 +10,16 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.errors import ArgumentError, CallError, CheckpointError, StateDonatedError
+from accelfn.errors import (
+    ArgumentError,
+    CallError,
+    CheckpointCorruptError,
+    CheckpointError,
+    StateDonatedError,
+)
 from accelfn.testing import simulate
 from tests import checkpoints
-from tests.checkpoints import FILE, STEP, X, fresh, net, refused
+from tests.checkpoints import FILE, STEP, X, damage, fresh, net, refused
 from tests.internals import read_manifest
 from tests.states import FIELDS, values
 
@@ -142,6 +148,28 @@ def test_a_donated_state(saved):
     STEP(state, X)
     with pytest.raises(StateDonatedError):
         af.load_part(state, saved, only=("params",))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_whoever_reads_notices_a_change(size, tmp_path):
+    """A bit of a trained value flipped: whichever call reads it refuses, on each rank."""
+    saved = tmp_path / "step-00000002"
+    af.save(made(), saved)
+    damage(
+        saved / FILE, read_manifest(saved).files[FILE].tensors["params.0.bias"].begin
+    )
+
+    def read(world):
+        state = fresh(world=world)
+        for call in (
+            partial(af.load, state, saved),
+            partial(af.load_part, state, saved, "params"),
+            partial(af.CheckpointStore(tmp_path).restore, state),
+        ):
+            with pytest.raises(CheckpointCorruptError, match=FILE):
+                call()
+
+    simulate(size, read)
 
 
 # Frozen parameters that are kept by their hash.

@@ -829,37 +829,22 @@ def test_what_makes_no_model_is_refused(read, tmp_path):
         read(lambda: 3, tmp_path)
 
 
-KINDS = {"Llama": {}, "Phi": {}, "Gemma": {"head_dim": 4}}
-
-
-def tiny(name):
-    """Return what makes a small model of Transformers."""
-    import transformers
-
-    config = getattr(transformers, f"{name}Config")(**DECODER, **KINDS[name])
-    kind = getattr(transformers, f"{name}ForCausalLM")
-    return lambda: kind(config)
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("way", ["factory", "meta", "part of another"])
+@pytest.mark.parametrize("name", ["Llama", "Phi"])
+@pytest.mark.parametrize("way", ["factory", "part of another"])
 def test_a_rotary_model_on_meta_is_the_real_one(name, way, tmp_path):
     """Section D: the logits of what import_model made without memory are the real model's."""
-    make = tiny(name)
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**DECODER)
+    make = partial(getattr(transformers, f"{name}ForCausalLM"), config)
     torch.manual_seed(1)
     model = make().eval()
     if way == "factory":
         model.save_pretrained(tmp_path)
         found = af.import_model(make, tmp_path)
-    elif way == "meta":
-        model.save_pretrained(tmp_path)
-        with torch.device("meta"):
-            empty = make()
-        found = af.import_model(empty, tmp_path)
     else:
         saved(nn.ModuleDict({"net": model}), tmp_path / "model.safetensors")
-        with torch.device("meta"):
-            empty = nn.ModuleDict({"net": make()})
+        empty = on("meta", lambda: nn.ModuleDict({"net": make()}))
         found = af.import_model(empty, tmp_path)["net"]
     ids = torch.arange(10).reshape(2, 5)
     assert torch.equal(model(ids).logits, found.eval()(ids).logits)

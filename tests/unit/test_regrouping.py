@@ -3,6 +3,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -24,17 +25,15 @@ from tests.waiting import wait_until
 LONG = timedelta(seconds=30)
 
 
-def launched(timeout: float) -> tuple[af.World, Launched, Words]:
-    """Return the world of rank 0 of 2 as it meets anew, and the launcher's words."""
+def launched(timeout=30.0, name="0.0"):
+    """Return the world of a process as it meets others anew, and the launcher's words."""
     store = open_store("127.0.0.1", 0, LONG)
     process = Launched(
-        store,
-        "0.0",
-        ["0.0", "1.0"],
+        *(store, name, ["0.0", "1.0"]),
         backend=None,
         device=torch.device("cpu"),
         timeout=timeout,
-        is_newcomer=False,
+        is_newcomer=name != "0.0",
     )
     world = af.World(group=Connection(None, regrouping=process))
     return world, process, Words.at(store)
@@ -48,11 +47,10 @@ def test_a_rank_that_lives_and_does_not_come_is_named():
     assert words.has_come(1, "0.0")
 
 
-@pytest.mark.parametrize("times", [1, 3])
-def test_who_was_missed_is_met_when_it_comes(times):
+def test_who_was_missed_is_met_when_it_comes():
     """However often the others waited in vain, it is the same world that they wait for."""
     world, process, words = launched(timeout=0.05)
-    for _ in range(times):
+    for _ in range(3):
         with pytest.raises(PeerFailedError):
             process.meet(world)
     words.call(1, ["0.0"])
@@ -62,7 +60,7 @@ def test_who_was_missed_is_met_when_it_comes(times):
 
 def test_one_that_is_gone_before_it_arrives_is_done_without():
     """Who was called together and lost one meanwhile comes again, and the rest go on."""
-    world, process, words = launched(timeout=30.0)
+    world, process, words = launched()
     with ThreadPoolExecutor(1) as threads:
         met = threads.submit(process.meet, world)
         wait_until(lambda: words.has_come(1, "0.0"))
@@ -78,7 +76,7 @@ def test_one_that_is_gone_before_it_arrives_is_done_without():
 
 def test_one_that_is_gone_before_it_has_opened_is_done_without():
     """Who has arrived, and is gone before torch has joined it, is waited for no longer."""
-    world, process, words = launched(timeout=30.0)
+    world, process, words = launched()
     with ThreadPoolExecutor(1) as threads:
         met = threads.submit(process.meet, world)
         words.arrive(1, "1.0")
@@ -103,11 +101,8 @@ def test_who_live_and_cannot_be_joined_are_told_so():
 
 def test_one_whose_end_is_noticed_later_is_done_without(monkeypatch):
     """Where torch cannot join ranks, the launcher has a while to notice which of them is gone."""
-    world, process, words = launched(timeout=30.0)
+    world, process, words = launched()
     looks: list[bool] = []
-
-    def breaks(*_: object, **__: object) -> None:
-        raise WorldError("a connection broke")
 
     def is_gone(asked: Words, name: str) -> bool:
         looks.append(plain(asked, name))
@@ -116,7 +111,8 @@ def test_one_whose_end_is_noticed_later_is_done_without(monkeypatch):
         return looks[-1]
 
     plain = Words.is_gone
-    monkeypatch.setattr(meeting, "open_default_group", breaks)
+    broke = mock.Mock(side_effect=WorldError("a connection broke"))
+    monkeypatch.setattr(meeting, "open_default_group", broke)
     monkeypatch.setattr(Words, "is_gone", is_gone)
     words.call(1, ["0.0", "1.0"])
     words.arrive(1, "1.0")
@@ -142,18 +138,7 @@ def test_a_watched_store_tells_what_was_waited_for():
 
 def test_a_newcomer_waits_until_it_is_taken_in():
     """It is in a world of one until then, and counted among those that wait."""
-    store = open_store("127.0.0.1", 0, LONG)
-    words = Words.at(store)
-    process = Launched(
-        store,
-        "1.2",
-        ["0.0", "1.0"],
-        backend=None,
-        device=torch.device("cpu"),
-        timeout=30.0,
-        is_newcomer=True,
-    )
-    world = af.World(group=Connection(None, regrouping=process))
+    world, process, words = launched(name="1.2")
     with ThreadPoolExecutor(1) as threads:
         met = threads.submit(process.meet, world)
         wait_until(process.is_awaited)
@@ -168,7 +153,7 @@ def test_a_newcomer_waits_until_it_is_taken_in():
 
 def test_a_world_with_axes_is_not_regrouped():
     """Without a rank its axes would not be whole."""
-    _, process, _ = launched(timeout=30.0)
+    _, process, _ = launched()
     world = af.World(axes={"dp_shard": 1}, group=Connection(None, regrouping=process))
     state = Run(n=4).state(world)
     with pytest.raises(WorldError, match=r"a world with axes, \{'dp_shard': 1\}"):
@@ -177,7 +162,7 @@ def test_a_world_with_axes_is_not_regrouped():
 
 def test_newcomers_alone_have_nothing_to_go_on_with():
     """Whoever was let in, and lost all who could hand a state over, is told so."""
-    world, process, words = launched(timeout=30.0)
+    world, process, words = launched()
     process.is_newcomer = True
     state = Run(n=4).state(world)
     with ThreadPoolExecutor(1) as threads:
