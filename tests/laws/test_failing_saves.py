@@ -26,7 +26,7 @@ import accelfn as af
 from accelfn.errors import CheckpointCorruptError, CheckpointWriteError, Error
 from accelfn.testing import simulate
 from tests.internals import background, commit, files, gather_text, manifest, store
-from tests.laws.disks import Disk, lent, watched
+from tests.laws.disks import lent
 from tests.laws.states import base, is_of, state_of, to_save
 
 ERRORS: dict[str, Callable[[], BaseException]] = {
@@ -115,54 +115,6 @@ def test_a_save_names_whose_error_it_was(size, rank, what, error, async_, joint)
     how = "failed" if stopped or is_there else f"could not {what}"
     saved = "saved, but the work after the save failed" if is_there else "not saved"
     assert f"step 1 was {saved}: rank {rank} {how}: {error}. " in told[0]
-
-
-@given(size=st.integers(1, 2), at=st.integers(0, 60), async_=st.booleans())
-def test_a_disk_that_breaks_fails_saves(size: int, at: int, async_: bool) -> None:
-    """B4: where nothing can be read or written, not even listed, that is what is told."""
-    failed: list[str] = []
-
-    def train(world: af.World) -> None:
-        with af.CheckpointStore(folder.root, async_=async_) as saved:
-            saved.save(state_of(1, world))
-            saved.wait()
-            gather_text("", world, label="saved")
-            if world.is_main:
-                folder.happens[len(folder.acts) + at] = breaks
-            gather_text("", world, label="planned")
-            try:
-                saved.save(state_of(2, world))
-                saved.wait()
-            except CheckpointWriteError as error:
-                failed.append(str(error))
-            except OSError as error:
-                pytest.fail(f"not an error of a save, but {error!r}")
-            gather_text("", world, label="tried")
-            if world.is_main:
-                folder.broken = False
-                folder.happens.clear()
-            gather_text("", world, label="mended")
-            saved.save(state_of(3, world))
-        assert saved.steps[-1] == 3
-
-    def breaks(_: str) -> None:
-        folder.broken = True
-
-    base()
-    with lent() as root:
-        folder = Disk(root)
-        with watched(folder), redirect_stderr(StringIO()):
-            simulate(size, train)
-        assert is_of(root / "step-00000001", 1)
-        assert is_of(root / "step-00000003", 3)
-        assert len(failed) in (0, size)
-        for text in failed:
-            is_there = (
-                "step 2 was saved, but the work after the save failed: rank" in text
-            )
-            assert is_there or "step 2 was not saved: rank" in text
-            assert not is_there or is_of(root / "step-00000002", 2)
-            assert os.strerror(errno.EIO) in text
 
 
 @contextmanager

@@ -30,14 +30,18 @@ from tests.strategies import differences, runs, tensors
 REASONS = [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO]
 
 
-def failing(disk: Disk, number: int, *, stays: bool) -> Callable[[str], None]:
-    """Return what lets an act fail; if it stays so, all writes do until `disk` is mended."""
+HOW = "once", "from then on", "in whatever is asked"
+
+
+def failing(disk: Disk, number: int, how: str) -> Callable[[str], None]:
+    """Return what lets an act fail, all writes from then on, or all that is asked of a disk."""
 
     def fails(act: str) -> None:
         kind, _, path = act.partition(" ")
-        if stays:
+        if how == "from then on":
             disk.full = lambda: OSError(number, os.strerror(number))
-        if not stays or kind == "write":
+        disk.broken = how == "in whatever is asked"
+        if how == "once" or (kind == "write" and not disk.broken):
             name = () if kind in ("write", "flush") else (str(disk.root / path),)
             raise OSError(number, os.strerror(number), *name)
 
@@ -48,20 +52,25 @@ def failing(disk: Disk, number: int, *, stays: bool) -> Callable[[str], None]:
     size=st.integers(1, 3),
     at=st.integers(0, 50),
     number=st.sampled_from(REASONS),
-    stays=st.booleans(),
+    how=st.sampled_from(HOW),
     async_=st.booleans(),
     joint=st.booleans(),
 )
-def test_a_save_that_fails_fails_on_all_ranks(size, at, number, stays, async_, joint):
-    """A full or broken disk: all are told why, what was there stays, training goes on."""
+def test_a_save_that_fails_fails_on_all_ranks(size, at, number, how, async_, joint):
+    """A full or broken disk: all are told why, what was there stays, training goes on.
+
+    A disk may break behind the save: it is there then, and said to be.
+    """
     said: list[str] = []
+    breaks = how == "in whatever is asked"
+    number = errno.EIO if breaks else number
 
     def train(world: af.World) -> None:
         with af.CheckpointStore(disk.root, keep=2, async_=async_) as store:
             store.save(to_save(1, world, joint=joint))
             store.wait()
             if world.is_main:
-                happens = failing(disk, number, stays=stays)
+                happens = failing(disk, number, how)
                 disk.happens[len(disk.acts) + at] = happens
             gather_text("", world, label="planned")
             try:
@@ -72,26 +81,33 @@ def test_a_save_that_fails_fails_on_all_ranks(size, at, number, stays, async_, j
             gather_text("", world, label="tried")
             if world.is_main:
                 disk.happens.clear()
-                disk.full = None
-                if said:
+                disk.full, disk.broken = None, False
+                if said and not breaks:
                     assert store.steps == (1,)
                     left = {p.name for p in disk.root.glob(".tmp-*step*")}
-                    assert stays or left == set()
+                    assert how != "once" or left == set()
             gather_text("", world, label="looked")
             store.save(to_save(3, world, joint=joint))
             store.wait()
             if world.is_main:
-                assert store.steps == ((1, 3) if said else (2, 3))
+                assert store.steps == ((1, 3) if said else (2, 3)) or breaks
                 assert is_of(store.latest, 3, joint=joint)
 
     base()  # which no simulated rank could make
     with lent() as root:
         disk = Disk(root)
-        with watched(disk):
+        with watched(disk), redirect_stderr(StringIO()):
             simulate(size, train)
     assert len(said) in (0, size)
     for each in said:
         assert "step 2" in each
+        if breaks:
+            assert os.strerror(number) in each
+            behind = "saved, but the work after the save failed"
+            assert any(
+                f"step 2 was {what}: rank" in each for what in (behind, "not saved")
+            )
+            continue
         assert any(f"rank {rank} could not" in each for rank in range(size))
         reason = os.strerror(number) in each and str(disk.root / ".") in each
         assert reason or "too full to write the error" in each
