@@ -430,22 +430,6 @@ def test_a_streamed_text_goes_on_after_a_kill(tmp_path):
     assert [each[newest:] for each in whole] == rest
 
 
-def custom_on(world: af.World) -> str:
-    """Return what the fifth example says of its own step."""
-    module = example("05_custom_step.py")
-    return module.train(world, module.sam_step)
-
-
-@pytest.mark.ranks(2)
-def test_a_custom_step_on_ranks():
-    """A step of one's own trains on two ranks what it trains on one process."""
-    alone = percentages(custom_on(af.World.single(device="cpu")))
-
-    assert [pytest.approx(alone, abs=0.5)] * 2 == [
-        percentages(said) for said in run_ranks(2, custom_on)
-    ]
-
-
 def gradients_of_sam(world: af.World) -> dict[str, Tensor]:
     """Return the parameters after three steps of the fifth example's SAM, in float64."""
     module = example("05_custom_step.py")

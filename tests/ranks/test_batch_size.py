@@ -135,13 +135,6 @@ def through_the_default_group(world: af.World, fits: list[int]) -> list[int]:
     return tried
 
 
-def search_in_a_search(world: af.World) -> None:
-    """Look for a batch size where one is looked for."""
-    af.find_batch_size(
-        lambda size, inner: af.find_batch_size(lambda s, _: s, size, inner), 4, world
-    )
-
-
 def stepped(state: af.TrainState, loss: Callable[..., Any], updates: int) -> Any:
     """Return the state after more updates."""
     batches, step = iter(af.batches(state)), af.make_step(loss)
@@ -207,13 +200,6 @@ def test_torch_s_own_calls_end_too():
     """The default group is the try's own meanwhile, and the world's after it."""
     for tried in run_ranks(2, through_the_default_group, [16, 5]):
         assert tried == [16, 8, 4]
-
-
-@pytest.mark.ranks(2)
-def test_a_search_in_a_search_is_refused():
-    """As on simulated ranks: the inner one would need a world that may be given up."""
-    with pytest.raises(RankError, match="of another search"):
-        run_ranks(2, search_in_a_search)
 
 
 @pytest.mark.ranks(2)

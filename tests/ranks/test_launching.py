@@ -150,15 +150,20 @@ def test_a_world_can_be_opened_again():
 
 
 def test_each_attempt_is_reported_for_itself(tmp_path):
-    """Another rank fails after the restart, and it alone is named then."""
+    """Another rank fails after the restart, and it alone is named then, with its own seconds."""
     script = tmp_path / "fails.py"
     script.write_text(FAILS_IN_TURN)
     run = launched("--nproc", 2, "--max-restarts", 1, script, tmp_path)
     ((code, _, error),) = ended(run)
     assert code == 1, error
+    seconds: list[float] = []
     for attempt, said in enumerate(error.split("accelfn launch: ")[-2:]):
         assert said.startswith(f"rank {1 - attempt} failed first (exit code 1, pid ")
         assert f"RuntimeError: attempt {attempt}" in said
+        seconds.append(float(re.findall(r" after (\d+\.\d) s", said)[0]))
+    first, second = ((tmp_path / f"failed-{n}").stat().st_mtime for n in range(2))
+    assert seconds[0] >= 1.0  # as it waited
+    assert seconds[1] < second - first + 0.5
 
 
 FAILS_IN_TURN = """\
@@ -170,7 +175,9 @@ other = os.path.join(sys.argv[1], f"{attempt}{1 - rank}")
 open(came, "w").close()
 while not os.path.exists(other):
     time.sleep(0.01)
+time.sleep(1.0 - attempt)
 if rank != attempt:
+    open(os.path.join(sys.argv[1], f"failed-{attempt}"), "w").close()
     raise RuntimeError(f"attempt {attempt}")
 time.sleep(600)
 """

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on real ranks: as on simulated ones, and mistakes are told to all."""
 
-import os
-import signal
 from functools import partial
 from math import prod
 
@@ -17,7 +15,7 @@ from tests.laws.test_branches import HSDP, Branching
 from tests.processes import RankError, run_ranks
 from tests.ranks.programs import train
 from tests.states import SGD
-from tests.strategies import LOSSES, Run, differences, tensors
+from tests.strategies import Run, differences
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -59,66 +57,6 @@ def test_models_that_would_drift_are_refused(program, said):
         run_ranks(2, program)
 
 
-def fail_in_forward(world: af.World, run: Run) -> tuple[str, dict[str, torch.Tensor]]:
-    """Raise in the loss on all ranks; return the state after a good step."""
-    state, armed = run.state(world), [True]
-    before, batch = tensors(state), next(iter(af.batches(state)))
-
-    def loss(net, batch):
-        value = LOSSES[run.loss](net, batch)
-        if armed.pop():
-            raise KeyError("boom")
-        return value
-
-    step = af.make_step(loss)
-    with pytest.raises(KeyError) as caught:
-        step(state, batch)
-    assert differences(before, tensors(state)) == []
-    armed += [False] * 2
-    state, _ = step(state, batch)
-    return str(caught.value), tensors(state)
-
-
-@pytest.mark.parametrize(
-    "setup", [DDP, af.chain(DDP, af.accumulate(num_micro_batches=2))]
-)
-def test_a_step_that_raises_on_all_ranks_can_be_tried_again(setup):
-    """The state is as it was, and the next step is the one that would have been."""
-    run = Run(n=8, batch_size=8, updates=1, dyadic=False, kind="norm", loss="squared")
-    run = attrs.evolve(run, setup=setup)
-    expected = run_ranks(2, train, run)
-    for (states, _), (said, after) in zip(
-        expected, run_ranks(2, fail_in_forward, run), strict=True
-    ):
-        assert "boom" in said
-        assert differences(states[0], after) == []
-
-
-ENDED = Run(n=24, batch_size=4, setup=DDP)
-
-
-def ended(world: af.World, folder: str) -> tuple[object, int, list[str]]:
-    """Be ended at update 5, go on, and compare with a run that was not."""
-
-    def end(state: af.TrainState, _: af.Metrics) -> None:
-        if state.step == 5 and world.rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    go = partial(af.run, step=af.make_step(LOSSES[ENDED.loss]), until=9)
-    with af.CheckpointStore(folder, every=2) as store:
-        with pytest.raises(SystemExit) as left:
-            go(ENDED.state(world), actions={1: end}, store=store)
-        saved = store.steps[-1]
-        resumed = go(ENDED.state(world), store=store)
-    whole = go(ENDED.state(world))
-    return left.value.code, saved, differences(tensors(whole), tensors(resumed))
-
-
-def test_a_signal_to_one_rank_ends_both(tmp_path):
-    """Both save the same update and leave with 143; resumed, the run has the same bits."""
-    assert run_ranks(2, ended, str(tmp_path / "store")) == [(143, 5, [])] * 2
-
-
 # branches
 
 OPTIONS = {"find_unused_parameters": True, "reshard_after_forward": True}
@@ -156,42 +94,12 @@ def test_processes_run_other_units(run):
 # a user's own `reduce`
 
 
-@af.transform
-class FromUpdate:
-    """Sum as one must, and from some update on with this rank's own weight."""
-
-    update: int
-
-    def reduce(self, grads, slot, update):
-        summed, slot = SumAll().reduce(grads, slot, update)
-        if update.num_tried < self.update:
-            return summed, slot
-        return grads.with_sums(summed.tensors, grads.weight), slot
-
-
 @pytest.mark.parametrize("reduce", [SumAll(), GatherAll()], ids=repr)
 def test_real_ranks_sum_as_simulated_ones(reduce):
     """A7: on two ranks there is one order of sums, and so one result, bitwise."""
     setup = af.chain(af.shard_data(), reduce)
     run = Run(n=7, batch_size=3, updates=4, dyadic=False, setup=setup)
     simulate(2, partial(train, run=run), also="processes")
-
-
-def told(world: af.World, run: Run, checked: bool) -> str:
-    """Return what a rank is told."""
-    world = attrs.evolve(world, group=world.connection, checked=checked)
-    with pytest.raises(af.errors.ReplicaMismatchError) as caught:
-        train(world, run)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("update", "checked"), [(0, False), (2, True)])
-def test_a_weight_of_one_rank_is_told_to_all(update, checked):
-    """A7: real ranks compare in the first update, and in any where the world is checked."""
-    setup = af.chain(af.shard_data(), FromUpdate(update))
-    run = Run(n=9, batch_size=3, updates=3, setup=setup)
-    for text in run_ranks(2, told, run, checked):
-        assert "\n  rank 0: the weight: 2.0\n  rank 1: the weight: 1.0\n" in text
 
 
 def means(world: af.World, names: list[list[str]]) -> str:

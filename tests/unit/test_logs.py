@@ -46,12 +46,14 @@ def test_one_rank_writes(records):
     assert set(told) == {0}
 
 
-def test_extra_is_the_callers(records):
-    """What is given as extra= is in the record, beside rank and world_size."""
+def test_a_record_has_its_extra_and_its_place(records):
+    """What is given as extra= is there beside rank and world_size, and the line of the program."""
     log = af.logger("train", af.World.single())
     log.info("told", extra={"run": 7, "rank": 9})
     (record,) = [each for each in records.records if each.name == "train"]
     assert (record.run, record.rank, record.world_size) == (7, 0, 1)
+    place = "test_logs.py", "test_a_record_has_its_extra_and_its_place"
+    assert (record.filename, record.funcName) == place
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -106,16 +108,6 @@ def test_texts_are_the_standard_loggers(records, said_by):
     log.in_order(logging.INFO, *said_by)
     (_, _, plain), (_, _, ordered) = said(records)
     assert ordered == f"rank 0: {plain}"
-
-
-def test_the_place_is_the_callers(records):
-    """A record says which line of the program logged it."""
-    af.logger("train", af.World.single()).info("here")
-    (record,) = records.records
-    assert (record.filename, record.funcName) == (
-        "test_logs.py",
-        "test_the_place_is_the_callers",
-    )
 
 
 @pytest.mark.parametrize("ranks", [(), (2,), (-1, 0), ("0",), 1, "0", [True], [0.0]])
