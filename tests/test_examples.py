@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test that every example runs, is short, and learns or shows what its docstring says."""
 
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
@@ -22,20 +17,14 @@ from torch import Tensor
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.budget import at_night
 from tests.processes import run_ranks
 from tests.scripts import run_script
-from tests.waiting import HANGS, is_gone, wait_until
 
 FOLDER = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(FOLDER.glob("[0-9]*.py"))
 WEIGHTS = "model.safetensors"
 OF_IMPORTS = r"torchao|torch/utils/_pytree|gemm_4bit"
 """What packages print that Transformers and peft import if they are installed."""
-LAUNCH_2 = ["-m", "accelfn", "launch", "--nproc", "2"]
-SIZES = [2, 1] if at_night() else [2]
-"""Alone, a script does by day what it also does before it asks others."""
-on_ranks = pytest.mark.parametrize("size", SIZES)
 
 
 def output_of(
@@ -43,36 +32,13 @@ def output_of(
 ) -> str:
     """Run a script in a folder of its own; return what its ranks print.
 
-    It writes no errors and warnings, but for lines in which others make a noise. By night
-    ranks are launched.
+    It writes no errors and warnings, but for lines in which others make a noise.
     """
-    if at_night():
-        return launched(folder, name, size, noise=noise, axes=axes)
     asked = {"ACCELFN_AXES": axes} if axes else {}
     ran = run_script(FOLDER / name, folder, size, **asked)
     said = [line for line in ran.err.splitlines() if not re.search(noise, line)]
     assert (ran.codes, said) == ([0] * size, [])
     return ran.out
-
-
-def launched(
-    folder: Path, name: str, size: int, *, noise: str = r"(?!)", axes: str = ""
-) -> str:
-    """Start a script as a user does; return what it prints."""
-    launcher = LAUNCH_2 if size > 1 else []
-    split = ["--axes", axes] if axes else []
-    done = subprocess.run(
-        [sys.executable, *launcher, *split, str(FOLDER / name)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=HANGS,
-        check=False,
-    )
-    said = [line for line in done.stderr.splitlines() if not re.search(noise, line)]
-    assert (done.returncode, said) == (0, [])
-    return done.stdout
 
 
 def example(name: str) -> ModuleType:
@@ -116,7 +82,7 @@ def test_the_readme_lists_every_example():
 @pytest.mark.parametrize("size", [2, 1])
 def test_digits_are_learnt(tmp_path, size):
     """The first example reads 97 % of the held-out digits, and says so once."""
-    printed = launched(tmp_path, "01_digits.py", size)
+    printed = output_of(tmp_path, "01_digits.py", size)
 
     assert printed.count("held-out loss") == 1
     assert len(percentages(printed)) == 15
@@ -242,28 +208,23 @@ ALONE = ("02_big_batches", "05_custom_step", "06_your_own_transform")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "size"),
-    [
-        (script, size)
-        for script in LEARNS
-        for size in ([1] if script in ALONE else SIZES)
-    ],
+    [(script, 1 if script in ALONE else 2) for script in LEARNS],
 )
-def test_an_example_learns(tmp_path: Path, script: str, size: int) -> None:
+def test_an_example_learns(tmp_path, script, size):
     """What it prints shows what its docstring says."""
     printed = output_of(tmp_path, f"{script}.py", size)
     assert LEARNS[script](printed), printed
 
 
 @pytest.mark.slow
-@on_ranks
-def test_a_resumed_run_has_the_same_bits(tmp_path: Path, size: int) -> None:
+def test_a_resumed_run_has_the_same_bits(tmp_path):
     """A run that is stopped in mid-epoch ends bitwise as the uninterrupted one.
 
     The checkpoint that an earlier run left is no obstacle.
     """
     (tmp_path / "digits-checkpoint").mkdir()
 
-    printed = output_of(tmp_path, "04_save_and_resume.py", size)
+    printed = output_of(tmp_path, "04_save_and_resume.py", 2)
 
     assert "step 40, epoch 1 sample 704" in printed
     assert printed.endswith("resumed has the bits of whole: True\n")
@@ -297,10 +258,9 @@ def test_a_streamed_text(tmp_path):
 
 
 @pytest.mark.slow
-@on_ranks
-def test_a_transformers_model(tmp_path: Path, size: int) -> None:
+def test_a_transformers_model(tmp_path):
     """It learns; what it saved is read by Transformers alone, and knows two new sentences."""
-    printed = output_of(tmp_path, "13_transformers.py", size, noise=OF_IMPORTS)
+    printed = output_of(tmp_path, "13_transformers.py", 2, noise=OF_IMPORTS)
     found = floats(r"'right': ([\d.]+)", printed)
 
     assert len(found) == 5
@@ -323,111 +283,6 @@ def test_adapters_alone_are_trained(tmp_path):
         tmp_path / "python-help-lora/adapter_model.safetensors", "pt"
     ) as file:
         assert all("lora" in name for name in file.keys())  # noqa: SIM118 - no mapping
-
-
-WATCHED = """\
-import sys, zlib
-from importlib.util import module_from_spec, spec_from_file_location
-import accelfn as af
-
-spec = spec_from_file_location("streamed_text", sys.argv[1])
-example = module_from_spec(spec)
-spec.loader.exec_module(example)
-loss_of = example.loss_fn
-
-def watched(model, batch):
-    loss = loss_of(model, batch)
-    print(zlib.crc32(batch.numpy().tobytes()), loss.item().hex(), file=seen, flush=True)
-    return loss
-
-example.loss_fn = watched
-with af.World.from_env(device="cpu") as world, open(f"{sys.argv[2]}-{world.rank}", "w") as seen:
-    example.train(world, epochs=1, every=10)
-"""
-
-
-class Watched:
-    """The eighth example on two ranks, each of which writes down its batches and losses."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        self.folder = folder
-        (folder / "watched.py").write_text(WATCHED, encoding="utf-8")
-
-    def start(self, name: str) -> "subprocess.Popen[bytes]":
-        """Start it."""
-        words = ["watched.py", str(FOLDER / "08_streamed_text.py"), name]
-        return subprocess.Popen(
-            [sys.executable, *LAUNCH_2, *words],
-            cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-        )
-
-    def lines(self, name: str) -> list[list[str]]:
-        """Return what each rank wrote so far."""
-        files = [self.folder / f"{name}-{rank}" for rank in range(2)]
-        return [f.read_text().splitlines() if f.exists() else [] for f in files]
-
-    def newest(self) -> int:
-        """Return the update of the newest checkpoint; 0 where there is none."""
-        whole = (self.folder / "text-checkpoints").glob("[0-9]*")
-        return max((int(each.name) for each in whole), default=0)
-
-
-def tree_of(pid: int) -> set[int]:
-    """Return the processes that this one and its children started, itself included."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-        except OSError:  # it has just ended
-            continue
-        if state != "Z":
-            parents[int(stat.parent.name)] = int(parent)
-    found = {pid}
-    while more := {p for p, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
-
-
-def kill_all(process: "subprocess.Popen[bytes]") -> int:
-    """Kill a process and all that it started, none of which can clean up; count them."""
-    process.send_signal(signal.SIGSTOP)  # it starts and ends no more
-    doomed = tree_of(process.pid)
-    for pid in doomed:
-        os.kill(pid, signal.SIGKILL)
-    process.wait()
-    wait_until(lambda: all(map(is_gone, doomed)))
-    return len(doomed)
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(2)
-def test_a_streamed_text_goes_on_after_a_kill(tmp_path):
-    """After SIGKILL to ranks and workers in mid-epoch, what is left is the very same.
-
-    Batches are compared by checksum, losses by their bits, on both ranks.
-    """
-    undisturbed, killed = Watched(tmp_path / "whole"), Watched(tmp_path / "killed")
-    assert undisturbed.start("run").wait(HANGS) == 0
-    whole = undisturbed.lines("run")
-    process = killed.start("first")
-    while min(map(len, killed.lines("first"))) < 25:
-        assert process.poll() is None
-        time.sleep(0.01)
-
-    assert kill_all(process) >= 1 + 2 + 2 * 2
-    begun, newest = killed.lines("first"), killed.newest()
-    assert killed.start("second").wait(HANGS) == 0
-    rest = killed.lines("second")
-
-    assert len(whole[0]) == len(whole[1]) == len(set(whole[0] + whole[1])) // 2
-    assert 20 <= newest <= len(begun[0]) < len(whole[0])
-    assert [
-        each[: len(first)] for each, first in zip(whole, begun, strict=True)
-    ] == begun
-    assert [each[newest:] for each in whole] == rest
 
 
 def gradients_of_sam(world: af.World) -> dict[str, Tensor]:
@@ -457,10 +312,9 @@ def test_sam_on_ranks_is_sam_on_one(size):
 
 
 @pytest.mark.slow
-@on_ranks
-def test_a_run_is_tracked(tmp_path: Path, size: int) -> None:
+def test_a_run_is_tracked(tmp_path):
     """The example tracks a falling loss and throughput and memory, once for all ranks."""
-    printed = output_of(tmp_path, "12_tracking.py", size)
+    printed = output_of(tmp_path, "12_tracking.py", 2)
     first, last = floats(r"\d\.\d+", printed)
     log = af.track.read(tmp_path / "digits.jsonl")
 

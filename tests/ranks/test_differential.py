@@ -465,13 +465,6 @@ def test_compressed_training_gives_what_gloo_gives(
     on_both(2, partial(programs.train, run=run), schedule=schedule)
 
 
-def test_synced_batchnorm_gives_what_gloo_gives():
-    """Statistics of two ranks, and gradients through them, are the same on any ranks."""
-    setup = af.chain(af.shard_data(), af.wrap_ddp(), af.sync_batchnorm())
-    run = Run(n=11, batch_size=4, kind="norm", updates=4, dyadic=False, setup=setup)
-    on_both(2, partial(programs.train, run=run))
-
-
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_difference_is_named(name):
     """By rank, place and both values; and the run that shows it."""
