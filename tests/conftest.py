@@ -25,7 +25,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WAIT = {
     *("test_faults", "test_launching", "test_locks"),
-    *("test_other_launchers", "test_two_hosts", "test_traffic_on_a_cable"),
+    *("test_other_launchers", "test_two_hosts"),
 }
 
 _WAITING = "ranks that wait"
