@@ -181,7 +181,6 @@ def printed_losses(launcher: list[str], script: Path) -> list[float]:
 def test_the_tables_of_a_page_are_those_of_the_code(page):
     """`python -m tests.facts` writes them."""
     text = page.read_text(encoding="utf-8")
-
     assert "<!-- facts -->" in text
     assert text == facts.page(page)
 
@@ -190,7 +189,6 @@ def test_the_table_of_deepspeed_is_that_of_the_code():
     """`python -m tests.facts` writes it, if DeepSpeed is installed."""
     pytest.importorskip("deepspeed")
     text = facts.DEEPSPEED.read_text(encoding="utf-8")
-
     assert "`af.wrap_deepspeed(2)` |" in text
     assert text == facts.page(facts.DEEPSPEED)
 
@@ -206,7 +204,6 @@ def test_every_fact_is_told_by_one():
     """A fact that no transform of accelfn's tells would be nobody's to try."""
     shown = facts.shown(facts.cards())
     told = {fact for each in shown for fact in facts.facts_of(each)}
-
     assert told == set(facts.FACTS)
 
 

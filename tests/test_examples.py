@@ -64,7 +64,6 @@ def percentages(text: str) -> list[float]:
 def test_an_example_is_short_and_asks_for_nothing(script):
     """An example is under 100 lines, and reads neither arguments nor environment."""
     text = script.read_text(encoding="utf-8")
-
     assert len(text.splitlines()) < 100
     assert re.findall(r"argparse|sys\.argv|os\.environ|getenv", text) == []
 
@@ -72,7 +71,6 @@ def test_an_example_is_short_and_asks_for_nothing(script):
 def test_the_readme_lists_every_example():
     """The table in the examples' README names each script once, in order, and the notebook."""
     table = (FOLDER / "README.md").read_text(encoding="utf-8")
-
     assert sorted(each.name for each in FOLDER.glob("[0-9]*")) == re.findall(
         r"^\| `(\d\d_\w+\.\w+)`", table, re.MULTILINE
     )
@@ -83,7 +81,6 @@ def test_the_readme_lists_every_example():
 def test_digits_are_learnt(tmp_path, size):
     """The first example reads 97 % of the held-out digits, and says so once."""
     printed = output_of(tmp_path, "01_digits.py", size)
-
     assert printed.count("held-out loss") == 1
     assert len(percentages(printed)) == 15
     assert percentages(printed)[-1] >= 97.0
@@ -110,7 +107,6 @@ def test_micro_batches_and_ranks_do_not_change_the_losses():
     """At each update the loss is that of whole batches, up to float32 rounding."""
     alone = partial(losses_of_digits, af.World.single(device="cpu"))
     first, second = run_ranks(2, losses_of_digits, 3)
-
     assert first == second
     for losses in (alone(5), first):
         assert pytest.approx(alone(1), **ROUNDING) == losses
@@ -128,7 +124,6 @@ def test_local_sgd_talks_an_eighth_as_often():
     """DDP reduces in each of 345 updates; local_sgd every 8, and once at the end; one, never."""
     alone = local_sgd_on(af.World.single(device="cpu"))
     (ddp, local), _ = run_ranks(2, local_sgd_on)
-
     assert [int(said.split()[0]) for said in (*alone, ddp, local)] == [0, 0, 345, 44]
     assert percentages(alone[0]) == percentages(alone[1])
     assert min(percentages(ddp + local)) >= 97.0
@@ -225,7 +220,6 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
     (tmp_path / "digits-checkpoint").mkdir()
 
     printed = output_of(tmp_path, "04_save_and_resume.py", 2)
-
     assert "step 40, epoch 1 sample 704" in printed
     assert printed.endswith("resumed has the bits of whole: True\n")
     assert (tmp_path / "digits-checkpoint" / "manifest.json").is_file()
@@ -236,7 +230,6 @@ def test_ranks_in_a_test(tmp_path):
     """Four ranks train what one trains, and show the bug that one hides."""
     printed = output_of(tmp_path, "07_ranks_in_a_test.py")
     apart = re.search(r"at most (\S+) apart", printed)
-
     assert apart is not None
     assert float(apart.group(1)) < 1e-12
     assert "SharedNoise() keeps the laws" in printed
@@ -248,7 +241,6 @@ def test_a_streamed_text(tmp_path):
     """The loss falls; started again, the last updates write the very same text."""
     *told, text = output_of(tmp_path, "08_streamed_text.py").splitlines()
     losses = floats(r"loss': ([\d.]+)", "\n".join(told))
-
     assert [each.split(",")[0] for each in told] == [
         f"update {number}" for number in range(50, 301, 50)
     ]
@@ -262,7 +254,6 @@ def test_a_transformers_model(tmp_path):
     """It learns; what it saved is read by Transformers alone, and knows two new sentences."""
     printed = output_of(tmp_path, "13_transformers.py", 2, noise=OF_IMPORTS)
     found = floats(r"'right': ([\d.]+)", printed)
-
     assert len(found) == 5
     assert found[-1] > 0.85
     assert printed.endswith("Python 0, scikit-learn 1: [0, 1]\n")
@@ -276,7 +267,6 @@ def test_adapters_alone_are_trained(tmp_path):
     noise = rf"{OF_IMPORTS}|is_gradient_checkpointing|^  warnings\.warn"
     printed = output_of(tmp_path, "20_lora.py", noise=noise)
     before, after = floats(r"(?:loss|adapters) ([\d.]+)", printed)
-
     assert after < before - 0.05
     assert "a model like any other: LlamaForCausalLM 64 32 128" in printed
     with safe_open(
@@ -317,7 +307,6 @@ def test_a_run_is_tracked(tmp_path):
     printed = output_of(tmp_path, "12_tracking.py", 2)
     first, last = floats(r"\d\.\d+", printed)
     log = af.track.read(tmp_path / "digits.jsonl")
-
     assert last < first / 4
     shown = {"loss", "grad_norm", "updates_per_second", "memory_bytes"}
     assert shown <= set(log.metrics)
@@ -329,7 +318,6 @@ def test_a_sharded_text_goes_on_with_one_process(tmp_path):
     """Two processes hold halves and save them; one goes on, and the loss falls further."""
     first = output_of(tmp_path, "15_sharded_text.py", 2)
     second = output_of(tmp_path, "15_sharded_text.py")
-
     assert first.startswith("from update 0, on 2 ranks\nto update 60, held-out")
     assert second.startswith("from update 60, on 1 ranks\nto update 120, held-out")
     before, after = floats(r"'loss': ([\d.]+)", first + second)
@@ -354,7 +342,6 @@ def test_texts_and_layers_are_split_between_two_processes(tmp_path, script, axis
     """Two have half of every text or layer each, and the loss of one that has them whole."""
     two = output_of(tmp_path, f"{script}.py", 2, axes=f"{axis}=2")
     one = output_of(tmp_path, f"{script}.py")
-
     assert two.startswith(f"axes {{'{axis}': 2}}, last loss")
     losses = [floats(r"loss ([\d.]+)", each)[0] for each in (one, two)]
     assert losses[0] == pytest.approx(losses[1], abs=5e-3)

@@ -22,7 +22,6 @@ _PUBLIC_MODULES = (
 def test_the_hall_is_small():
     """The package root has seven files, and folders."""
     files = {path.name for path in house.PACKAGE.glob("*.py")}
-
     assert files == {
         *("__init__.py", "__main__.py", "cli.py", "errors.py", "orders.py"),
         *("plug.py", "typing.py"),
@@ -33,7 +32,6 @@ def test_the_hall_is_small():
 def test_a_room_says_in_one_sentence_what_lives_there(folder):
     """The docstring of each folder's `__init__` begins with a sentence on one line."""
     sentence = house.sentence_of(folder)
-
     assert re.fullmatch(r"[A-Z`][^.]{20,}(\.[^\s.]+[^.]*)*\.", sentence), sentence
     assert len(sentence) < 100
 
@@ -41,7 +39,6 @@ def test_a_room_says_in_one_sentence_what_lives_there(folder):
 def test_the_page_on_design_is_the_house():
     """Its picture and its table are those of the code; `python -m tests.house` writes them."""
     text = house.PAGE.read_text(encoding="utf-8")
-
     assert text == house.page(text)
     for folder in house.folders():
         assert text.count(f"| `{house.name_of(folder)}` |") == 1
@@ -51,7 +48,6 @@ def test_the_picture_follows_the_contract():
     """Every arrow of the picture goes down by the layers of the import contract."""
     floor = {room: i for i, layer in enumerate(house.layers()) for room in layer}
     drawn = re.findall(r"^    (\w+) --> (.+)$", house.picture(), re.MULTILINE)
-
     assert {room for room, _ in drawn} == floor.keys() - {"errors"}
     assert all(
         floor[room] < floor[other]
@@ -74,7 +70,6 @@ def test_plug_has_few_names_each_with_its_sentence():
     text = Path(plug.__file__).read_text(encoding="utf-8")
     imports = r"^    # (.*)\n    from \S+ import (\w+) as \2$"
     sentences = {name: said for said, name in re.findall(imports, text, re.MULTILINE)}
-
     assert len(sentences) == text.count("\n    from ") <= 41
     assert {*dir(plug)} >= {*sentences}
     assert all(getattr(plug, name) is not None for name in sentences)
@@ -94,7 +89,6 @@ def test_testing_needs_few_names_beyond_plug() -> None:
         if not public.fullmatch(node.module or "")
         for each in node.names
     }
-
     assert len(found) <= 23, sorted(found)
 
 
@@ -109,7 +103,6 @@ def test_the_kernel_imports_no_public_table():
         if isinstance(node, ast.ImportFrom) and node.module == "accelfn"
         if not all((house.PACKAGE / each.name).is_dir() for each in node.names)
     ]
-
     assert not found
 
 
@@ -124,7 +117,6 @@ def test_tests_import_private_names_from_one_module():
         for name in _modules_of(node)
         if name.partition(".")[0] == "accelfn" and name not in public
     ]
-
     assert not found
 
 

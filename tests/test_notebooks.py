@@ -82,7 +82,6 @@ def test_a_notebook_is_as_git_likes_it(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-
     assert [([], None)] * len(code) == [
         (cell.outputs, cell.execution_count) for cell in code
     ]
