@@ -28,7 +28,7 @@ from tests.ranks.programs_of_traffic import (
 )
 
 ROOT = Path(__file__).parents[2]
-DIGITS = Path(__file__).parent / "scripts" / "digits.py"
+STOPS = Path(__file__).parent / "scripts" / "stops.py"
 TRAFFIC = Path(__file__).parent / "scripts" / "traffic.py"
 
 pytestmark = [pytest.mark.ranks(4), pytest.mark.slow]
@@ -56,7 +56,7 @@ def launched(
     """Start the launcher of one host."""
     options = {"--nproc": 2, "--num-machines": 2, "--join-timeout": 60, **meets}
     flat = [str(word) for option in options.items() for word in option]
-    command = [sys.executable, "-m", "accelfn", "launch", *flat, str(DIGITS)]
+    command = [sys.executable, "-m", "accelfn", "launch", *flat, str(STOPS)]
     return started(*host.command(*command, *map(str, words)))
 
 

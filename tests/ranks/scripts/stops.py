@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train until all is done or a signal comes; save, and print what there is."""
+"""Train from the last checkpoint until all is done or a signal comes; save, print what there is.
+
+stops.py DIRECTORY UPDATES [TIMEOUT] [UNTIL]: stops after so many updates. With UNTIL, waits after
+update 6 until that file is there, so that a test can do things then.
+"""
 
 import hashlib
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import accelfn as af
 
-directory, updates = sys.argv[1], int(sys.argv[2])
-with af.World.from_env(device="cpu") as world:
+directory, updates, timeout, until = *sys.argv[1:], *("60", "")[len(sys.argv) - 3 :]
+torch.set_num_threads(1)
+with af.World.from_env(device="cpu", timeout=60) as world:
+    world.connection.set_timeout(float(timeout))  # from here on, once all have met
     data = af.Data(torch.linspace(-1, 1, 64).reshape(32, 2), global_batch_size=8)
     state = af.TrainState.create(
         model=lambda: nn.Linear(2, 1),
@@ -24,14 +31,20 @@ with af.World.from_env(device="cpu") as world:
     step = af.make_step(lambda model, batch: model(batch).square().mean())
     with af.stopping(world) as stop, af.CheckpointStore(directory, every=5) as store:
         state = store.restore(state)
-        sys.stdout.write(f"process {os.getpid()} from {state.step}\n")
+        place = f"process {os.getpid()} rank {world.rank} of {world.size}"
+        sys.stdout.write(f"{place} from {state.step}\n")
         for batch in af.batches(state, until_epoch=10**6):
             state, _ = step(state, batch)
             asked = stop.requested()
             if asked or store.due(state):
                 store.save(state)
-            if asked or state.step == updates:
+            if asked or state.step == int(updates):
                 break
+            if until and state.step == 6:
+                store.wait()
+                sys.stdout.write(f"rank {world.rank} waits\n")
+                while not Path(until).exists():
+                    time.sleep(0.05)
             time.sleep(0.002)
     digest = hashlib.sha256(b"".join(p.detach().numpy() for p in state.params.values()))
     sys.stdout.write(f"done {state.step} {digest.hexdigest()}\n")
