@@ -56,7 +56,6 @@ def floats(pattern: str, text: str) -> list[float]:
 
 
 def percentages(text: str) -> list[float]:
-    """Return the numbers before a percent sign."""
     return floats(r"([\d.]+)%", text)
 
 
@@ -113,7 +112,6 @@ def test_micro_batches_and_ranks_do_not_change_the_losses():
 
 
 def local_sgd_on(world: af.World) -> list[str]:
-    """Return what the third example says of both ways."""
     train = example("03_local_sgd.py").train
     return [train(world, way) for way in (af.wrap_ddp(), af.local_sgd(sync_every=8))]
 

@@ -29,12 +29,10 @@ def _in_float64(tmp_path, monkeypatch) -> Generator[None, None, None]:
 
 @cache
 def plain(name: str) -> Any:
-    """Return what the plain program of an example returns."""
     return METHODS[name].program(example(f"{name}.py"), METHODS[name].epochs)
 
 
 def run_example(world: af.World, name: str, options: dict[str, Any]) -> Any:
-    """Return what an example's `train` returns."""
     return example(f"{name}.py").train(world, METHODS[name].epochs, **options)
 
 

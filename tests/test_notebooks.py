@@ -33,12 +33,10 @@ class Reader(NotebookClient):
 
 
 def tags(cell: Any) -> list[str]:
-    """Return the tags of a cell."""
     return cell.metadata.get("tags", [])
 
 
 def said(cell: Any) -> str:
-    """Return what a cell shows as text."""
     texts = [
         out.get("text", "") + out.get("data", {}).get("text/plain", "")
         for out in cell.outputs
@@ -47,12 +45,10 @@ def said(cell: Any) -> str:
 
 
 def errors(cell: Any) -> list[str]:
-    """Return the kinds of errors that a cell shows."""
     return [out.ename for out in cell.outputs if out.output_type == "error"]
 
 
 def shown(cell: Any, kind: str) -> list[Any]:
-    """Return what a cell shows as data of a kind."""
     found = (out.get("data", {}) for out in cell.outputs)
     return [data[kind] for data in found if kind in data]
 

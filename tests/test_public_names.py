@@ -37,7 +37,6 @@ def is_class_of(owner: ModuleType, name: str, module: str) -> bool:
 
 
 def is_public_error(name: str) -> bool:
-    """Return whether `accelfn.errors` defines an error or a warning of this name."""
     return is_class_of(af.errors, name, "accelfn.errors")
 
 
@@ -70,7 +69,6 @@ DOCUMENTED = [
 
 
 def text_of(pages: str) -> str:
-    """Return the text of the reference pages that a pattern matches."""
     return "\n".join(path.read_text() for path in sorted(REFERENCE.glob(pages)))
 
 

@@ -108,7 +108,6 @@ def site(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pages(site):
-    """Return each built page by its place."""
     return {path: Page(path) for path in site.rglob("*.html") if path.stem != "404"}
 
 
@@ -303,7 +302,6 @@ def test_take_pictures(site, tmp_path, scheme, width):
 
 
 def browsed(site, folder, scheme, pages):
-    """Return what a browser tells of the site, and what it writes."""
     answers = queue.Queue()
 
     class Handler(http.server.SimpleHTTPRequestHandler):
@@ -346,6 +344,5 @@ def browsed(site, folder, scheme, pages):
 
 
 def brightness(colour):
-    """Return how bright a colour of CSS is, 0 to 1."""
     red, green, blue = map(int, re.findall(r"\d+", colour)[:3])
     return (0.299 * red + 0.587 * green + 0.114 * blue) / 255

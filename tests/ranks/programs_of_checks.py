@@ -13,12 +13,10 @@ from tests.internals import collectives
 
 
 def mine(world: af.World, *shape: int) -> torch.Tensor:
-    """Return a tensor that differs by rank."""
     return torch.full(shape, world.rank + 1.0)
 
 
 def pair(world: af.World, *names: str) -> dict[str, torch.Tensor]:
-    """Return two tensors of one shape, by name."""
     return {name: mine(world, 2) + ord(name) for name in names}
 
 

@@ -63,7 +63,6 @@ class Net(nn.Module):
 
 
 def data() -> af.Data:
-    """Return sequences, and a class of each."""
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(48, 7, 6, generator=draw)
     return af.Data(
@@ -72,13 +71,11 @@ def data() -> af.Data:
 
 
 def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Return the cross entropy."""
     rows, classes = batch
     return nn.functional.cross_entropy(model(rows), classes)
 
 
 def create(world: af.World, *setup: Any) -> af.TrainState:
-    """Return the state before the first update."""
     return af.TrainState.create(
         model=Net,
         optimizer=ADAMW,
@@ -116,7 +113,6 @@ def on_the_device(world: af.World) -> dict[str, Any]:
 
 
 def of_zero(world: af.World) -> dict[str, Any]:
-    """Train each stage of DeepSpeed's."""
     return trained(world, ZERO)
 
 

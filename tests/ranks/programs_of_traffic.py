@@ -55,12 +55,10 @@ class Training:
 
 
 def trained(world: af.World, setup: object) -> None:
-    """Train for some updates; what is foreseen."""
     Training(world, setup).train()
 
 
 def begun(world: af.World, setup: object) -> Callable[[], object]:
-    """Return what trains for some updates more."""
     return Training(world, setup).train
 
 

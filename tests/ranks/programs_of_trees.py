@@ -42,16 +42,13 @@ class TreeCall:
     strided: bool = False
 
     def count(self, place: int) -> int:
-        """Return how many rows a place has."""
         return self.counts[place % len(self.counts)]
 
     def leaf(self, dtype: str, rows: int, seed: int) -> torch.Tensor:
-        """Return rows of two small numbers."""
         numbers = torch.arange(2 * rows).reshape(rows, 2)
         return ((numbers * 3 + seed) % 5).to(getattr(torch, dtype))
 
     def tree(self, seed: int, rows: int) -> dict[str, Any]:
-        """Return a tree of two tensors and a scalar."""
         first = self.leaf(self.dtypes[0], rows, seed)
         if self.transposed:
             first = first.T.contiguous().T
@@ -62,12 +59,10 @@ class TreeCall:
 
 
 def alike(world: af.World, call: TreeCall) -> dict[str, Any]:
-    """Return a tree whose shapes are the same on all ranks."""
     return call.tree(world.rank, call.count(0))
 
 
 def ragged(world: af.World, call: TreeCall) -> dict[str, Any]:
-    """Return a tree whose numbers of rows are the rank's own."""
     return call.tree(world.rank, call.count(world.rank))
 
 
@@ -81,7 +76,6 @@ def for_each(world: af.World, call: TreeCall) -> list[dict[str, Any]]:
 
 
 def only_at(world: af.World, call: TreeCall, values: Any) -> Any:
-    """Return values at the root, and None elsewhere."""
     return values if world.rank == call.root % world.size else None
 
 
@@ -117,7 +111,6 @@ def run(world: af.World, program: tuple[TreeCall, ...]) -> list[Any]:
 
 
 def bits(leaf: Any) -> Any:
-    """Return a tensor's shape, dtype and bytes."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     data = leaf.clone(memory_format=torch.contiguous_format).reshape(-1)

@@ -39,7 +39,6 @@ def search(
 
 
 def fail_on_one(world: af.World) -> None:
-    """Raise something else on one rank, while the other waits for it."""
 
     def fn(_: int, inner: af.World) -> None:
         if world.rank == 1:
@@ -136,7 +135,6 @@ def through_the_default_group(world: af.World, fits: list[int]) -> list[int]:
 
 
 def stepped(state: af.TrainState, loss: Callable[..., Any], updates: int) -> Any:
-    """Return the state after more updates."""
     batches, step = iter(af.batches(state)), af.make_step(loss)
     for _ in range(updates):
         state, _ = step(state, next(batches))

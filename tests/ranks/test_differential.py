@@ -57,7 +57,6 @@ class Data:
 
 
 def nan(payload: int) -> float:
-    """Return one of the many floats that are not a number."""
     return struct.unpack("<d", struct.pack("<Q", 0x7FF8 << 48 | payload))[0]
 
 
@@ -117,7 +116,6 @@ PAIRS: dict[str, tuple[object, object, str]] = {
 
 
 def planted(world: af.World, name: str) -> object:
-    """Return something else on a process than in a simulated world."""
     one, two, _ = PAIRS[name]
     return two if on_process(world) else one
 
@@ -146,12 +144,10 @@ INCOMPARABLE: dict[str, object] = {
 
 
 def incomparable(world: af.World, name: str) -> object:
-    """Return what cannot be compared, deep inside."""
     return {"rank": world.rank, "inside": [Record(INCOMPARABLE[name])]}
 
 
 def draws(world: af.World) -> dict[str, Any]:
-    """Return draws from every generator of a process."""
     return {
         "torch": torch.randn(3) + world.rank,
         "numpy": np.random.rand(2),  # noqa: NPY002 - the one that ranks share
@@ -160,14 +156,12 @@ def draws(world: af.World) -> dict[str, Any]:
 
 
 def modes(world: af.World) -> dict[str, Any]:
-    """Return what the caller's modes do to a product."""
     weight = torch.ones(2, 2, requires_grad=True)
     product = weight @ torch.ones(2, 2)
     return {"product": product, "grad": product.requires_grad, "rank": world.rank}
 
 
 def fails_on_processes(world: af.World) -> None:
-    """Raise where a simulated rank does not."""
     if on_process(world):
         raise KeyError("only here")
 
@@ -185,7 +179,6 @@ def strided(world: af.World) -> torch.Tensor:
 
 
 def moved_state(world: af.World) -> af.TrainState:
-    """Return a state of which one bit is another on a process."""
     run = Run(setup=af.chain(af.shard_data(), af.wrap_ddp()))
     trained, _ = run.train(run.state(world))
     params = {name: param.clone() for name, param in trained.params.items()}
@@ -234,7 +227,6 @@ class Collective:
     is_async: bool = False
 
     def data(self, rank: int, count: int) -> torch.Tensor:
-        """Return as many of a rank's numbers."""
         turned = [self.numbers[(rank + i) % len(self.numbers)] for i in range(count)]
         return torch.tensor(turned).to(getattr(torch, self.reduction[1]))
 

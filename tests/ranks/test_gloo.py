@@ -273,7 +273,6 @@ PROGRAMS: list[Program] = [  # in the order of the page's rows
 
 
 def run(world: af.World, number: int) -> Any:
-    """Run a program; return its tensors as lists."""
     x = numbers(world.rank + 1)
     found = PROGRAMS[number](world, x, {"group": world.group})
     if isinstance(found, list):
@@ -298,7 +297,6 @@ class Outcome:
 
 
 def outcomes(size: int, number: int) -> list[Outcome]:
-    """Run a program in a world of fresh processes, and return each rank's outcome."""
     with tempfile.TemporaryDirectory() as folder:
         args = (folder, size, number)
         ranks = [
@@ -329,7 +327,6 @@ def wait_for(ranks: list[RankProcess], folder: Path) -> list[Outcome]:
 
 
 def live(rank: int, folder: str, size: int, number: int, pipe: Connection) -> None:
-    """Run a program on one rank, and send its outcome."""
     os.dup2(os.open(f"{folder}/{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # aborts are expected
     torch.set_num_threads(1)
@@ -364,7 +361,6 @@ def axes_of(size: int) -> dict[str, int]:
 
 
 def by_rank(cell: str) -> list[str]:
-    """Return what a cell of the page says of each rank."""
     said = [re.sub(r"^(every rank|rank \d) ", "", e) for e in cell.split("<br>")]
     return said * 2 if cell.startswith("every") else said
 

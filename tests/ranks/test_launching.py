@@ -27,13 +27,11 @@ pytestmark = pytest.mark.ranks(2)
 
 
 def place(rank: int, size: int, port: int) -> dict[str, object]:
-    """Return the environment of a rank without a launcher."""
     meets = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return {"RANK": rank, "WORLD_SIZE": size, **meets}
 
 
 def report(error: str) -> list[str]:
-    """Return the lines of a launcher's last report."""
     return error.rpartition("accelfn launch: ")[2].splitlines()
 
 

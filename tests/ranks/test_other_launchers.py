@@ -197,7 +197,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, s
 
 
 def run(name: str, words: list[str], env: Mapping[str, str]) -> tuple[int, str, str]:
-    """Run one of Slurm's commands."""
     (found,) = ended(started(shutil.which(name), *words, **env))
     return found
 

@@ -236,7 +236,6 @@ def read(world: af.World, text: Text, engine: object) -> dict[str, Any]:
 
 
 def trained(world: af.World, run: Run) -> dict[str, torch.Tensor]:
-    """Train by accelfn."""
     state, step = run.state(world, af.wrap_fsdp()), af.make_step(LOSSES[run.loss])
     for batch in run.batches(state, UPDATES):
         state, _ = step(state, batch)

@@ -53,7 +53,6 @@ END, TIMEOUT = 12, 3
 def launched(
     host: Host, meets: dict[str, object], *words: object
 ) -> subprocess.Popen[str]:
-    """Start the launcher of one host."""
     options = {"--nproc": 2, "--num-machines": 2, "--join-timeout": 60, **meets}
     flat = [str(word) for option in options.items() for word in option]
     command = [sys.executable, "-m", "accelfn", "launch", *flat, str(STOPS)]
@@ -127,7 +126,6 @@ OVER_TCP = 1.5 * 66 / 1448
 
 
 def on_a_cable(megabits: float, rounds: int) -> list[dict[str, Any]]:
-    """Return what each of two hosts measured."""
     with two_hosts(megabits) as hosts:
         ranks = [
             started(

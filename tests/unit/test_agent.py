@@ -146,7 +146,6 @@ class Run:
         self.crew = Crew(context, self.workers, least=least, store=store)
 
     def popen(self, _command: object, env: dict[str, str]) -> Any:
-        """Start a process: the next number."""
         self.envs.append(env)
         return mock.Mock(pid=200 + len(self.envs))
 
@@ -273,7 +272,6 @@ def test_who_comes_too_late_is_ended(run):
 
 @contextmanager
 def watched(*commands: list[str]) -> Iterator[tuple[Watch, list[subprocess.Popen]]]:
-    """Watch processes, which end with the block."""
     ran = [subprocess.Popen(command) for command in commands]
     files = {local: f"no-file-of-{local}" for local in range(len(ran))}
     try:
@@ -285,7 +283,6 @@ def watched(*commands: list[str]) -> Iterator[tuple[Watch, list[subprocess.Popen
 
 
 def has_ended(watching: Watch, local: int) -> bool:
-    """Whether a process has, be it well or not."""
     return script.returncode(watching.pids[local]) is not None
 
 

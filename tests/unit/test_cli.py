@@ -28,14 +28,12 @@ DEFAULTS = {n: o.default for n, o in OPTIONS.items() if o.default is not None}
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path, monkeypatch):
-    """Be in an empty directory."""
     monkeypatch.chdir(tmp_path)
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
 
 
 def answer(*words):
-    """Return a command's exit code, its output and its errors."""
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         try:
             code = cli.main(list(words))
@@ -45,14 +43,12 @@ def answer(*words):
 
 
 def refused(*words):
-    """Return the one line of a command that is refused."""
     code, out, err = answer(*words)
     assert (code, out, err.count("\n")) == (2, "", 1)
     return err
 
 
 def shown(*words):
-    """Return the lines of `launch --show`."""
     code, out, err = answer("launch", "--show", *words)
     assert (code, err) == (0, "")
     return out.splitlines()
@@ -464,7 +460,6 @@ def test_config_whose_answers_end_writes_nothing(monkeypatch):
 
 
 def env_as_json():
-    """Return what `accelfn env --json` shows."""
     code, out, _ = answer("env", "--json")
     assert code == 0
     return json.loads(out)
@@ -528,7 +523,6 @@ def test_this_machine_passes(capfd):
 
 
 def accelfn(*words, **options):
-    """Run a command in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "accelfn", *words],
         stderr=subprocess.PIPE,

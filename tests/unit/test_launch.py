@@ -30,7 +30,6 @@ def launch(*words):
 
 
 def report(capfd):
-    """Return the lines from the launcher's report on."""
     _, _, text = capfd.readouterr().err.rpartition("accelfn launch: ")
     return text.splitlines()
 
@@ -231,7 +230,6 @@ def read_or_end(terminal):
 
 
 def only_loopback(texts):
-    """Return whether each rank listens, and on the loopback alone."""
     return all(
         addresses and all(ip_address(each).is_loopback for each in addresses)
         for addresses in texts

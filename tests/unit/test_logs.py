@@ -13,13 +13,11 @@ SCHEDULES = [(), (2, 1, 0, 1), (0, 0, 2)]
 
 @pytest.fixture
 def records(caplog):
-    """What is logged from level INFO on."""
     caplog.set_level(logging.INFO, logger="train")
     return caplog
 
 
 def said(caplog):
-    """Return who said what, without the order of ranks."""
     found = [each for each in caplog.records if each.name == "train"]
     return [(each.rank, each.world_size, each.getMessage()) for each in found]
 

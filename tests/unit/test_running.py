@@ -27,7 +27,6 @@ def fresh(*setup, world=None):
 
 
 def never(state, batch):
-    """Be a step that is not taken."""
     raise AssertionError(state, batch)
 
 

@@ -58,7 +58,6 @@ def memory():
 
 
 def track(path, *steps, loss=1.0, **options):
-    """Open a log, and write the loss at some steps."""
     with af.track.jsonl(path, world=WORLD, **options) as tracker:
         for step in steps:
             tracker({"loss": loss}, step)
