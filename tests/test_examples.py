@@ -200,8 +200,7 @@ ALONE = ("02_big_batches", "05_custom_step", "06_your_own_transform")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "size"),
-    [(script, 1 if script in ALONE else 2) for script in LEARNS],
+    ("script", "size"), [(script, 1 if script in ALONE else 2) for script in LEARNS]
 )
 def test_an_example_learns(tmp_path, script, size):
     """What it prints shows what its docstring says."""

@@ -86,7 +86,7 @@ def test_every_public_name_is_exported_on_purpose():
     shown = {name for name in dir(af) if not name.startswith("_")}
     modules = {name for name in shown if inspect.ismodule(getattr(af, name))}
     assert set(NAMES) == (shown - modules) | {
-        *("errors", "megatron", "orders", "schedules", "track", "typing"),
+        *("errors", "megatron", "orders", "schedules", "track", "typing")
     }
 
 

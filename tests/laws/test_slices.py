@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from accelfn.errors import CheckpointCorruptError
 from tests.internals import Slice, assemble, cover
-from tests.slices import even_slice
+
+
+def even_slice(shape: tuple[int, ...], dim: int, index: int, count: int) -> Slice:
+    """Return chunk `index` of `count` along a dim, as `torch.chunk`; it can be empty."""
+    whole, step = Slice.whole(shape), -(-shape[dim] // count)
+    begin, end = (min(i * step, shape[dim]) for i in (index, index + 1))
+    offset, size = [*whole.offset], [*whole.size]
+    offset[dim], size[dim] = begin, end - begin
+    return Slice(shape, tuple(offset), tuple(size))
+
 
 SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple)
 """Lengths of 0 among them, and those smaller than a world."""

@@ -220,12 +220,6 @@ def test_a_machine_that_waits_alone_says_so(rank):
     assert "Traceback" not in error
 
 
-def open_mpi(rank: int, port: int) -> dict[str, object]:
-    numbers = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
-    found = {f"OMPI_COMM_WORLD_{name}": value for name, value in numbers.items()}
-    return {**found, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-
-
 def slurm(rank: int, port: int) -> dict[str, object]:
     step = {"NUM_TASKS": 2, "TASKS_PER_NODE": 2, "NODELIST": "localhost", "ID": 0}
     # the job's port follows from its number
@@ -234,11 +228,10 @@ def slurm(rank: int, port: int) -> dict[str, object]:
     return {f"SLURM_{name}": value for name, value in found.items()}
 
 
-@pytest.mark.parametrize("variables", [open_mpi, slurm])
-def test_ranks_of_mpirun_and_srun_train(variables):
-    """Two processes in such an environment find each other, train and end well."""
+def test_ranks_of_srun_train():
+    """Two processes in its environment find each other, train and end well."""
     port = free_port()
-    runs = [started(*TRAINS, **variables(rank, port)) for rank in range(2)]
+    runs = [started(*TRAINS, **slurm(rank, port)) for rank in range(2)]
     found = ended(*runs)
     assert [code for code, _, _ in found] == [0, 0], found
     assert sum("done after 8 updates" in out for _, out, _ in found) == 1

@@ -37,25 +37,30 @@ def kill(pid: int) -> None:
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
+def context_of(directory: Path, command: list[str], start: Any, proc: Any) -> Any:
+    """Return what torch has of processes: `proc` makes one, and `start` another in its place."""
+    handlers = {
+        place: SimpleNamespace(proc=proc(place), _popen=start) for place in range(SIZE)
+    }
+    return SimpleNamespace(
+        subprocess_handlers=handlers,
+        pids=lambda: {place: each.proc.pid for place, each in handlers.items()},
+        entrypoint=command[0],
+        args=dict.fromkeys(range(SIZE), tuple(command[1:])),
+        envs={place: {"RANK": f"{place}"} for place in range(SIZE)},
+        error_files={place: f"{directory}/error-{place}" for place in range(SIZE)},
+        _running_local_ranks=set(range(SIZE)),
+    )
+
+
 @contextmanager
 def running(directory: Path) -> Iterator[tuple[Agent, Any, list[str]]]:
     """Run an elastic launcher's agent over processes of which one may be left, and no fewer."""
     said: list[str] = []
-    handlers = {
-        place: SimpleNamespace(
-            proc=subprocess.Popen(GOES_ON),
-            _popen=lambda command, env: subprocess.Popen(command, env=env),
-        )
-        for place in range(SIZE)
-    }
-    context = SimpleNamespace(
-        subprocess_handlers=handlers,
-        pids=lambda: {place: each.proc.pid for place, each in handlers.items()},
-        entrypoint=GOES_ON[0],
-        args=dict.fromkeys(range(SIZE), tuple(GOES_ON[1:])),
-        envs={place: dict[str, str]() for place in range(SIZE)},
-        error_files={place: f"{directory}/{place}" for place in range(SIZE)},
-        _running_local_ranks=set(range(SIZE)),
+    context = context_of(
+        *(directory, GOES_ON),
+        start=lambda command, env: subprocess.Popen(command, env={**os.environ, **env}),
+        proc=lambda _: subprocess.Popen(GOES_ON),
     )
     spec = WorkerSpec(
         role="default",
@@ -64,15 +69,14 @@ def running(directory: Path) -> Iterator[tuple[Agent, Any, list[str]]]:
         rdzv_handler=mock.Mock(),
     )
     ours = Agent(spec, DefaultLogsSpecs(), least=1)
-    started: Any = context
-    ours._pcontext = started
+    ours._pcontext = context
     workers = ours._worker_group.workers
-    ours._crew = Crew(started, workers, least=1, store=dist.HashStore())
+    ours._crew = Crew(context, workers, least=1, store=dist.HashStore())
     try:
         with mock.patch.object(agent, "say", said.append):
             yield ours, context, said
     finally:
-        for each in handlers.values():
+        for each in context.subprocess_handlers.values():
             each.proc.kill()
             each.proc.wait()
 
@@ -128,21 +132,13 @@ class Run:
         self.ends: dict[int, int] = {}
         self.envs: list[dict[str, str]] = []
         self.said: list[str] = []
-        self.handlers = {
-            place: SimpleNamespace(proc=mock.Mock(pid=100 + place), _popen=self.popen)
-            for place in range(SIZE)
-        }
-        self.running = set(range(SIZE))
+        command = ["python", "train.py"]
+        proc = lambda place: mock.Mock(pid=100 + place)  # noqa: E731
+        context = context_of(directory, command, self.popen, proc)
+        self.handlers = context.subprocess_handlers
+        self.running = context._running_local_ranks
         self.workers: list[Any] = [SimpleNamespace(id=100 + i) for i in range(SIZE)]
         self.words = Words.at(store := dist.HashStore())
-        context: Any = SimpleNamespace(
-            subprocess_handlers=self.handlers,
-            entrypoint="python",
-            args=dict.fromkeys(range(SIZE), ("train.py",)),
-            envs={place: {"RANK": f"{place}"} for place in range(SIZE)},
-            error_files={place: f"{directory}/error-{place}" for place in range(SIZE)},
-            _running_local_ranks=self.running,
-        )
         self.crew = Crew(context, self.workers, least=least, store=store)
 
     def popen(self, _command: object, env: dict[str, str]) -> Any:

@@ -182,10 +182,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
         lambda: af.Data(X, global_batch_size=4, collate_fn=list),
         "there is no argument collate_fn=; did you mean collate=?",
     ),
-    (
-        lambda: af.Data(X, global_batch_size=4, drop_last=True),
-        'write remainder="drop"',
-    ),
+    (lambda: af.Data(X, global_batch_size=4, drop_last=True), 'write remainder="drop"'),
     (
         lambda: af.Data(X, batch_sise=4),
         "there is no argument batch_sise=; did you mean batch_sampler=?",

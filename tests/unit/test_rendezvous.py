@@ -18,7 +18,6 @@ from tests.internals import (
     Machines,
     NumberedRendezvous,
     Place,
-    Settings,
     connection,
     describe_plan,
     handler_of,
@@ -107,14 +106,6 @@ def test_ranks_of_an_attempt_meet_no_rank_of_another(monkeypatch):
         assert not stores[1].check(["attempt"])  # of one before
         stores[0].set("attempt", str(attempt))
         assert stores[1].get("attempt") == str(attempt).encode()
-
-
-def test_a_dynamic_run_begins_with_its_fewest_machines():
-    """FEWEST:MOST are the numbers that torch is given; one number is both."""
-    told = {"rdzv_endpoint": "127.0.0.1:29400", "rdzv_id": "mine"}
-    for count, expected in (("2:4", (2, 4)), ("3", (3, 3)), ("1:1", (1, 1))):
-        found = Settings.of({**told, "num_machines": count}, {}, "").machines()
-        assert (found.fewest, found.most) == expected
 
 
 def test_ranks_share_the_cores(monkeypatch):
