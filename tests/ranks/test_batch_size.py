@@ -116,24 +116,6 @@ def trained_by_zero(
     return state
 
 
-def through_the_default_group(world: af.World, fits: list[int]) -> list[int]:
-    """Return what was tried, where a function waits in torch's own calls for a rank."""
-    tried: list[int] = []
-
-    def fn(batch_size: int, inner: af.World) -> float:
-        tried.append(batch_size)
-        if batch_size > fits[world.rank]:
-            raise SIGNS[0]
-        ones = torch.ones(1)
-        dist.all_reduce(ones)
-        dist.all_reduce(ones, group=inner.group)
-        return float(ones)
-
-    assert af.find_batch_size(fn, 16, world) == 4.0
-    assert dist.group.WORLD is world.group
-    return tried
-
-
 def stepped(state: af.TrainState, loss: Callable[..., Any], updates: int) -> Any:
     batches, step = iter(af.batches(state)), af.make_step(loss)
     for _ in range(updates):
@@ -191,13 +173,6 @@ def test_ranks_agree_beside_deepspeed(stage):
     """Which talks through torch's default group: wherever one runs out, the other hears of it."""
     for tried in run_ranks(2, by_zero, [16, 5], stage):
         assert tried == [[8, 4]] * 5
-
-
-@pytest.mark.ranks(2)
-def test_torch_s_own_calls_end_too():
-    """The default group is the try's own meanwhile, and the world's after it."""
-    for tried in run_ranks(2, through_the_default_group, [16, 5]):
-        assert tried == [16, 8, 4]
 
 
 @pytest.mark.ranks(2)
