@@ -47,7 +47,7 @@ def two_hosts(megabits: float | None = None) -> Generator[tuple[Host, Host]]:
 
 # a cable that is cut
 
-END, TIMEOUT = 12, 3
+END, TIMEOUT = 12, 6
 
 
 def launched(
