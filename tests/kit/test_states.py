@@ -261,6 +261,14 @@ def test_a_tolerance_is_of_the_largest_element(values, scale, rtol, atol, beyond
         assert re.match(r"  slots\['x'\]: 1 of \d elements differs, at \[0\]: ", line)
 
 
+def test_a_tolerance_is_the_same_from_both_sides():
+    """It is of the largest element in either."""
+    one, two = state_of(x=torch.ones(1)), state_of(x=torch.tensor([2.0]))
+    for pair in ((one, two), (two, one)):
+        assert_states_equal(*pair, rtol=0.5)
+        refused(*pair, rtol=0.4)
+
+
 def test_with_a_tolerance_nan_equals_nan_and_integers_are_exact():
     """A tolerance is for rounding."""
     bits = torch.tensor([0x7FC00000, 0x7FC00001]).int().view(torch.float32)
