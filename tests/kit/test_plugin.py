@@ -44,11 +44,18 @@ def run(pytester, monkeypatch):
     return run
 
 
+DEFAULT = """
+@pytest.mark.simulated
+def test_default_sizes(world):
+    assert world.size in (1, 2, 4) and summed(world, 1) == world.size
+"""
+
+
 class TestMarker:
     """`@pytest.mark.simulated`."""
 
     def test_every_rank_of_every_size(self, run, tmp_path):
-        """The test runs once on every rank of a world of each size that is named."""
+        """The test runs once on every rank of a world of each size, by default 1, 2 and 4."""
         body = f"""
 @pytest.mark.simulated(1, 3)
 def test_place(world):
@@ -56,22 +63,9 @@ def test_place(world):
         file.write(f"{{world.rank}} of {{world.size}}\\n")
     assert summed(world, 1) == world.size
 """
-        run(body, "--strict-markers").assert_outcomes(passed=2)
+        run(body + DEFAULT, "--strict-markers").assert_outcomes(passed=5)
         places = (tmp_path / "places").read_text().splitlines()
         assert places == ["0 of 1", "0 of 3", "1 of 3", "2 of 3"]
-
-    def test_default_sizes(self, run):
-        """Without sizes, the test runs in worlds of 1, 2 and 4."""
-        result = run(
-            """
-@pytest.mark.simulated
-def test_sum(world):
-    assert summed(world, 1) == world.size
-""",
-            "-v",
-        )
-        result.assert_outcomes(passed=3)
-        result.stdout.fnmatch_lines(["*[[]1ranks]*", "*[[]2ranks]*", "*[[]4ranks]*"])
 
     def test_beside_parameters_fixtures_and_classes(self, run):
         """Parameters, fixtures and methods are as in any other test; ranks share them."""

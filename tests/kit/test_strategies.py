@@ -319,20 +319,6 @@ class TestRanks:
             (calls.Leave(1, "barrier"),),
         ]
 
-    @given(data=st.data(), size=worlds((2, 4)), schedule=schedules(4))
-    def test_any_fault_in_any_program_ends(self, data, size, schedule):
-        """A program with a fault ends, with an error of accelfn's or the planned one.
-
-        Corrupt is left out: a wrong number may end in any error, or in none.
-        """
-        kinds = [kind for kind in KINDS if kind is not calls.Corrupt]
-        planned = data.draw(strategies.faults(size, kinds=kinds))
-        program = data.draw(programs(updates=1))
-        try:
-            simulate(size, program, schedule=schedule, faults=planned)
-        except (af.errors.Error, calls.RankFaultError):
-            assert planned
-
 
 class TestPrograms:
     """Programs train in every world."""
