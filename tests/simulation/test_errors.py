@@ -94,6 +94,15 @@ def test_what_differs_is_named_on_all_ranks(name, schedule):
     assert len({str(error).partition(":")[2] for error in errors}) == 1
 
 
+def test_a_mismatch_of_labels():
+    """accelfn's own collectives say what they are for, and must agree on it."""
+    labels = "columns", "rows"
+    _, raised = told(2, lambda w, _: af.barrier(w, label=labels[w.rank]))
+    assert isinstance(raised, Mismatch)
+    for each in ("do not match in label", "'rows'", "'columns'"):
+        assert each in str(raised)
+
+
 def test_the_table_as_people_read_it():
     """One aligned line a rank, and what was completed before."""
 
