@@ -384,6 +384,39 @@ def test_coalesced():
         assert same(2 * values(3, (2, 1))[rank], scattered[1])
 
 
+def test_all_gather_coalesced():
+    """Several tensors are gathered by one call, a list of them a rank."""
+
+    def fn(world, group):
+        given = [values(world.rank), values(world.rank, (3,))]
+        got = [[torch.empty_like(each) for each in given] for _ in range(world.size)]
+        with pytest.warns(FutureWarning, match="all_gather_coalesced"):
+            dist.all_gather_coalesced(got, given, group=group)
+        return got
+
+    for got in on_ranks(3, fn):
+        for rank, (matrix, vector) in enumerate(got):
+            assert same(values(rank), matrix)
+            assert same(values(rank, (3,)), vector)
+
+
+@pytest.mark.filterwarnings("ignore:.*(all_gather_into|reduce_scatter)_tensor")
+def test_the_deprecated_names():
+    """The old names of torch give what the new ones give."""
+
+    def fn(world, group):
+        mine = values(world.rank, (2,))
+        gathered, part = mine.new_empty(4), mine.new_empty(1)
+        dist.all_gather_into_tensor(gathered, mine, group=group)
+        dist.reduce_scatter_tensor(part, mine, group=group)
+        return gathered, part
+
+    both = torch.cat([values(0, (2,)), values(1, (2,))])
+    for rank, (gathered, part) in enumerate(on_ranks(2, fn)):
+        assert same(both, gathered)
+        assert same(both[rank::2].sum().reshape(1), part)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")
 def test_differentiable_collectives():
     """Those of torch.distributed.nn let gradients through."""
