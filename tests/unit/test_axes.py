@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of axes: what is left is filled in, what cannot be is refused by name."""
+"""Axes and parts of a world: what they are, and what is refused by name."""
 
+import attrs
 import pytest
 import torch
 
 import accelfn as af
+from accelfn.errors import ArgumentError, DeadlockError, WorldError
 from accelfn.testing import run_processes, simulate
 from tests.internals import choose_axes, neighbor_runs, resolve_axes, rows
 from tests.states import linear_state
@@ -27,23 +29,17 @@ def test_a_script_and_its_launcher_name_the_same_axes():
     assert choose_axes("call", {"dp_shard": -1}, None, 4) == {"dp_shard": 4}
     agreed = choose_axes("call", {"dp_shard": -1, "cp": 1}, "dp_shard=4,tp=1", 4)
     assert agreed == {"dp_shard": 4, "cp": 1}
-    with pytest.raises(af.errors.ArgumentError, match="name different axes"):
+    with pytest.raises(ArgumentError, match="name different axes"):
         choose_axes("call", {"dp_shard": 4}, "dp_shard=2,dp_replicate=2", 4)
 
 
 def test_the_last_axis_is_the_densest():
-    """Neighbours are along "tp"; each group is in ascending order."""
+    """Neighbours are along "tp"; groups are of neighbouring axes, in ascending order."""
     axes = {"dp_shard": 2, "tp": 3}
     assert rows(axes, ["tp"]) == [(0, 1, 2), (3, 4, 5)]
     assert rows(axes, ["dp_shard"]) == [(0, 3), (1, 4), (2, 5)]
-
-
-def test_groups_are_opened_for_neighbours():
-    """Axes of one rank need none, and stand between nobody."""
-    assert neighbor_runs({"dp_replicate": 2, "dp_shard": 1, "tp": 2}) == [
-        ("dp_replicate",),
-        ("tp",),
-    ]
+    runs = neighbor_runs({"dp_replicate": 2, "dp_shard": 1, "tp": 2})
+    assert runs == [("dp_replicate",), ("tp",)]
     assert ("dp_shard", "cp") in neighbor_runs({"dp_shard": 2, "cp": 2, "tp": 2})
 
 
@@ -65,12 +61,12 @@ BAD = {
 def test_axes_that_cannot_be_are_refused(case):
     """By name, with what can be, in simulation, on processes and from the environment."""
     axes, words = BAD[case]
-    with pytest.raises(af.errors.ArgumentError, match=f"(?s)simulate.*{words}"):
+    with pytest.raises(ArgumentError, match=f"(?s)simulate.*{words}"):
         simulate(4, print, axes=axes)
-    with pytest.raises(af.errors.ArgumentError, match=f"(?s)run_processes.*{words}"):
+    with pytest.raises(ArgumentError, match=f"(?s)run_processes.*{words}"):
         run_processes(4, print, axes=axes)
     if case != "two are left":
-        with pytest.raises(af.errors.ArgumentError, match="World.from_env"):
+        with pytest.raises(ArgumentError, match="World.from_env"):
             af.World.from_env(
                 axes={"tp": 1, **axes} if isinstance(axes, dict) else axes
             )
@@ -95,36 +91,39 @@ def test_axes_between_which_another_stands_have_no_group():
     def between(world):
         world.along("dp_replicate", "tp")
 
-    with pytest.raises(af.errors.ArgumentError, match="expected neighboring axes"):
+    with pytest.raises(ArgumentError, match="expected neighboring axes"):
         simulate(8, between, axes=axes)
-    with pytest.raises(af.errors.ArgumentError, match="'dp' is not an axis"):
+    with pytest.raises(ArgumentError, match="'dp' is not an axis"):
         simulate(8, lambda world: world.along("dp"), axes=axes)
 
 
-def test_a_part_of_a_closed_world_is_closed():
-    """It communicates no more than the whole."""
-    axes, parts = {"dp_shard": 2, "tp": 2}, []
-    simulate(4, lambda world: parts.append(world.along("tp")), axes=axes)
-    for part in parts:
-        with pytest.raises(af.errors.WorldError, match="is closed"):
+TWO = {"dp_shard": 2, "tp": 2}
+TAKEN = {"along": ["tp"], "split": [], "across": []}
+
+
+@pytest.mark.parametrize("way", TAKEN)
+def test_a_part_of_a_closed_world_is_closed(way):
+    """It communicates no more than the whole, which cannot be divided any more."""
+    worlds = []
+
+    def take(world):
+        given = {} if TAKEN[way] else {"size": 2}
+        return getattr(world, way)(*TAKEN[way], **given)
+
+    simulate(4, lambda world: worlds.append((world, take(world))), axes=TWO)
+    for whole, part in worlds:
+        with pytest.raises(WorldError, match="is closed"):
             af.barrier(part)
+        if way != "along":
+            with pytest.raises(WorldError, match="is closed"):
+                take(whole)
 
 
 def test_a_world_by_hand_has_no_axes():
     """Its process group joins all ranks, and no axis; `from_env` opens one for each."""
-
-    def by_hand(world):
-        af.World(
-            rank=world.rank, size=4, group=world.group, axes={"dp_shard": 2, "tp": 2}
-        )
-
-    with pytest.raises(af.errors.WorldError, match=r"World.from_env\(axes=...\)"):
-        simulate(4, by_hand)
-
-
-def test_a_world_without_axes_has_no_mesh():
-    """And is told how to have one."""
-    with pytest.raises(af.errors.WorldError, match=r'axes=\{"dp_shard": -1\}'):
+    with pytest.raises(WorldError, match=r"World.from_env\(axes=...\)"):
+        simulate(4, lambda w: af.World(rank=w.rank, size=4, group=w.group, axes=TWO))
+    with pytest.raises(WorldError, match=r'axes=\{"dp_shard": -1\}'):
         _ = af.World.single(device="cpu").mesh
 
 
@@ -134,7 +133,7 @@ def test_a_batch_size_is_not_searched_along_axes():
     def search(world):
         af.find_batch_size(lambda *_: None, 4, world)
 
-    with pytest.raises(af.errors.WorldError, match="without axes"):
+    with pytest.raises(WorldError, match="without axes"):
         simulate(2, search, axes={"tp": 2})
 
 
@@ -144,7 +143,7 @@ def test_a_state_goes_on_along_axes_that_divide_its_work():
     def move(world):
         state = linear_state(world=world.split(size=1))
         with pytest.raises(
-            af.errors.WorldError, match=r"along 'tp': its 2 ranks would all do the"
+            WorldError, match=r"along 'tp': its 2 ranks would all do the"
         ):
             af.with_world(state, world)
         return world.connection.activity.trail
@@ -155,9 +154,103 @@ def test_a_state_goes_on_along_axes_that_divide_its_work():
 
 def test_axes_without_a_world_leave_nothing_open():
     """Where there is no world yet, -1 has no number of ranks to be the rest of."""
-    with pytest.raises(af.errors.ArgumentError, match="because there is no world yet"):
+    with pytest.raises(ArgumentError, match="because there is no world yet"):
         af.memory_estimate(
             lambda: torch.nn.Linear(2, 2),
             optimizer=torch.optim.AdamW,
             axes={"dp_shard": -1, "tp": 2},
         )
+
+
+# parts by size and by machine
+
+NO_PARTS = {
+    "nothing": ({}, r"expected either size=, a number of ranks, or by=\"node\""),
+    "both": ({"size": 2, "by": "node"}, "expected either size="),
+    "a size that does not divide": (
+        {"size": 3},
+        r"expected a number that divides 4: 1, 2, 4\.",
+    ),
+    "no size": ({"size": 0}, "a number that divides 4"),
+    "a truth": ({"size": True}, "a number that divides 4"),
+    "another word": ({"by": "host"}, 'expected by="node"'),
+}
+
+
+@pytest.mark.parametrize("case", NO_PARTS)
+@pytest.mark.parametrize("way", ["split", "across"])
+def test_parts_that_cannot_be_are_refused(way, case):
+    """By the call, with what can be."""
+    given, words = NO_PARTS[case]
+    with pytest.raises(ArgumentError, match=f"World.{way}.*{words}"):
+        simulate(4, lambda world: getattr(world, way)(**given))
+
+
+def test_a_world_of_one_has_one_part():
+    """Whatever is asked for; no other size divides it."""
+    world = af.World()
+    for part in (world.split(size=1), world.across(size=1), world.split(by="node")):
+        assert (part.rank, part.size, part.group) == (0, 1, None)
+    with pytest.raises(ArgumentError, match=r"expected a number that divides 1: 1\."):
+        world.split(size=2)
+
+
+def test_the_whole_is_split_alone():
+    """Ranks of another part would not know of the parts of this one."""
+    for of in (lambda w: w.split(size=2), lambda w: w.along("tp")):
+        with pytest.raises(WorldError, match=r"is itself a part\. Split world\.whole"):
+            simulate(4, lambda w, of=of: of(w).split(size=1), axes={"cp": 2, "tp": 2})
+
+
+def test_machines_of_different_sizes_have_nothing_across():
+    """They can be split, and the refusal names how many ranks each has."""
+
+    def on_nodes(world):
+        world = attrs.evolve(world, node_rank=min(world.rank, 1))
+        assert world.split(by="node").size == (3 if world.rank else 1)
+        world.across(by="node")
+
+    with pytest.raises(WorldError, match="machines have 1, 3 ranks"):
+        simulate(4, on_nodes)
+
+
+def test_a_part_has_no_axes_and_knows_the_whole():
+    """Its ranks are those that share batches and losses in it."""
+
+    def look(world):
+        part = world.split(size=2)
+        assert part.whole is world
+        assert part.axes == {}
+        assert part.batch is part.loss is part
+        assert part.along("dp_shard").size == 1
+        return part.is_main
+
+    assert simulate(4, look, axes={"dp_shard": 4}).results == (True, False) * 2
+
+
+def test_parts_are_opened_once():
+    """A second call gives what the first has opened; another size other groups."""
+
+    def look(world):
+        first, again = world.split(size=2), world.split(size=2)
+        assert first.connection is again.connection
+        assert world.across(size=2).connection is not first.connection
+
+    simulate(4, look)
+
+
+def test_calls_in_a_part_are_told_by_it():
+    """In logs and in dead-locks."""
+    run = simulate(4, lambda w: af.all_reduce(torch.ones(3), w.split(size=2)))
+    assert [(each.group, each.ranks) for each in run.log] == [
+        ("split(size=2)", (0, 1)),
+        ("split(size=2)", (2, 3)),
+    ]
+
+    def stuck(world):
+        if world.rank != 1:
+            af.barrier(world.across(size=2))
+            af.barrier(world.split(size=2))
+
+    with pytest.raises(DeadlockError, match=r"across\(size=2\) of ranks 1, 3"):
+        simulate(4, stuck)

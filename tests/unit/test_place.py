@@ -8,28 +8,25 @@ import pytest
 
 import accelfn as af
 from accelfn.errors import WorldError
-from tests.internals import Place, asked_size, read_place
+from tests.internals import asked_size, read_place
 from tests.waiting import HANGS
 
 MASTER = {"MASTER_ADDR": "head", "MASTER_PORT": "4000"}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "5",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-}
-MVAPICH = {name.replace("OMPI", "MV2"): value for name, value in OPEN_MPI.items()}
-PMI = dict(
-    zip(
-        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-        OPEN_MPI.values(),
-        strict=True,
-    )
-)
+WHERE = ("5", "8", "1", "4")
+
+
+def mpi(*names: str) -> dict[str, str]:
+    """Return what an MPI says by these names: rank, size, and the same of the machine."""
+    return dict(zip(names, WHERE, strict=True))
+
+
+NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+OPEN_MPI = mpi(*(f"OMPI_COMM_WORLD_{name}" for name in NAMES))
+MVAPICH = mpi(*(f"MV2_COMM_WORLD_{name}" for name in NAMES))
+PMI = mpi("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 SLURM = {
     "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "7",
-    "SLURM_STEP_NUM_TASKS": "7",
+    **dict.fromkeys(("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"), "7"),
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "2",
     "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
@@ -45,29 +42,16 @@ def without(env, *names):
     return {name: value for name, value in env.items() if name not in names}
 
 
-def numbers(place: Place | None) -> tuple[int, ...]:
-    assert place is not None
-    return (place.rank, place.size, place.local_rank, place.local_size, place.node_rank)
-
-
-@pytest.mark.parametrize("env", [OPEN_MPI, MVAPICH, PMI])
-def test_mpi(env):
-    """Each MPI's words give the place, and MASTER_ADDR and MASTER_PORT where to meet."""
-    place = read_place({**env, **MASTER})
-    assert numbers(place) == (5, 8, 1, 4, 1)
-    assert (place.address, place.port) == ("head", 4000)
-    assert asked_size(env)[1] == 8
-
-
-def test_slurm():
-    """srun's words give the place, the first machine's name, and a port of the step's own."""
+def test_each_step_of_slurm_meets_at_a_port_of_its_own():
+    """At the first machine of its own, whatever machines its job has beside."""
     place = read_place(SLURM)
-    assert numbers(place) == (5, 7, 1, 2, 2)
     assert place.address == "gpu07"
     assert 10_000 <= place.port < 30_000
-    other = read_place({**SLURM, "SLURM_STEP_ID": "3"})
-    assert other.port != place.port
+    assert read_place({**SLURM, "SLURM_STEP_ID": "3"}).port != place.port
     assert asked_size(SLURM) == ("SLURM_STEP_NUM_TASKS", 7)
+    env = {**SLURM, "SLURM_JOB_NODELIST": "gpu[01-12]", "SLURM_NODELIST": "gpu[01-12]"}
+    assert read_place(env).address == "gpu07"
+    assert read_place(without(env, "SLURM_STEP_NODELIST")).address == "gpu01"
 
 
 def test_slurm_is_told_where_to_meet():
@@ -95,27 +79,13 @@ def test_first_machine_of_a_list(nodes, first):
     assert read_place({**SLURM, "SLURM_STEP_NODELIST": nodes}).address == first
 
 
-def test_a_step_meets_at_its_own_first_machine():
-    """Whatever machines its job has beside those of the step."""
-    env = {**SLURM, "SLURM_JOB_NODELIST": "gpu[01-12]", "SLURM_NODELIST": "gpu[01-12]"}
-    assert read_place(env).address == "gpu07"
-    assert read_place(without(env, "SLURM_STEP_NODELIST")).address == "gpu01"
-
-
-def test_ranks_that_were_started_by_hand_are_of_one_machine():
-    """RANK and WORLD_SIZE, with where to meet, are all that a rank need be told."""
-    assert numbers(read_place(TORCHRUN)) == (1, 2, 1, 2, 0)
-
-
 AGENTS = "TORCHELASTIC_USE_AGENT_STORE"
 PODS = {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "2"}
 PYTORCH_JOB = {"RANK": "2", "WORLD_SIZE": "3", **MASTER, **PODS}
 LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 RAY = {"RANK": "3", "WORLD_SIZE": "4", **LOCAL, "NODE_RANK": "1", **MASTER}
 SAGEMAKER = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    **LOCAL,
+    **without(RAY, "NODE_RANK"),
     "GROUP_RANK": "1",
     "MASTER_ADDR": "algo-1",
     "MASTER_PORT": "7777",
@@ -131,26 +101,30 @@ INDEXED_JOB = {
     "LOCAL_WORLD_SIZE": "1",
     **MASTER,
 }
+UNEVEN = {"OMPI_COMM_WORLD_LOCAL_RANK": "2", "GROUP_RANK": "1"}
+CLUSTERS = {
+    "by hand": (TORCHRUN, (1, 2, 1, 2, 0)),
+    "MVAPICH": ({**MVAPICH, **MASTER}, (5, 8, 1, 4, 1)),
+    "PyTorchJob, python": (PYTORCH_JOB, (2, 3, 0, 1, 2)),
+    "PyTorchJob, torchrun": (
+        {**PYTORCH_JOB, **RAY, "GROUP_RANK": "1"},
+        (3, 4, 1, 2, 1),
+    ),
+    "Indexed Job": (INDEXED_JOB, (2, 3, 0, 1, 2)),
+    "MPIJob": ({**OPEN_MPI, **MASTER}, (5, 8, 1, 4, 1)),
+    "uneven machines": ({**OPEN_MPI, **MASTER, **UNEVEN}, (5, 8, 2, 4, 1)),
+    "Ray Train": (RAY, (3, 4, 1, 2, 1)),
+    "SageMaker": (SAGEMAKER, (3, 4, 1, 2, 1)),
+}
 
 
-@pytest.mark.parametrize(
-    ("env", "where"),
-    [
-        pytest.param(PYTORCH_JOB, (2, 3, 0, 1, 2), id="PyTorchJob, python"),
-        pytest.param(
-            {**PYTORCH_JOB, **RAY, "GROUP_RANK": "1"},
-            (3, 4, 1, 2, 1),
-            id="PyTorchJob, torchrun",
-        ),
-        pytest.param(INDEXED_JOB, (2, 3, 0, 1, 2), id="Indexed Job"),
-        pytest.param({**OPEN_MPI, **MASTER}, (5, 8, 1, 4, 1), id="MPIJob"),
-        pytest.param(RAY, (3, 4, 1, 2, 1), id="Ray Train"),
-        pytest.param(SAGEMAKER, (3, 4, 1, 2, 1), id="SageMaker"),
-    ],
-)
-def test_a_rank_of_a_cluster(env, where):
+@pytest.mark.parametrize("system", CLUSTERS)
+def test_a_rank_of_a_cluster(system):
     """What each system sets in the environment gives the place that it means."""
-    assert numbers(read_place(env)) == where
+    env, where = CLUSTERS[system]
+    place = read_place(env)
+    found = place.rank, place.size, place.local_rank, place.local_size, place.node_rank
+    assert found == where
     assert asked_size(env)[1] == where[1]
 
 
@@ -188,7 +162,7 @@ def test_ranks_that_do_not_fill_their_machines_are_told_apart():
     env = {**TORCHRUN, "WORLD_SIZE": "3", **LOCAL, "RANK": "2"}
     with pytest.raises(WorldError, match="are not consecutive.*GROUP_RANK"):
         read_place(env)
-    assert numbers(read_place({**env, "NODE_RANK": "1"})) == (2, 3, 1, 2, 1)
+    assert read_place({**env, "NODE_RANK": "1"}).node_rank == 1
 
 
 @pytest.mark.parametrize(
@@ -198,13 +172,8 @@ def test_ranks_that_do_not_fill_their_machines_are_told_apart():
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
         {**SHELL, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
         {
-            **SLURM,
-            "SLURM_PROCID": "0",
-            "SLURM_NTASKS": "1",
-            "SLURM_STEP_NUM_TASKS": "1",
-            "SLURM_LOCALID": "0",
-            "SLURM_NODEID": "0",
-            "SLURM_STEP_TASKS_PER_NODE": "1",
+            **{name: "0" for name in SLURM if name.endswith(("ID", "_STEP_ID"))},
+            **{name: "1" for name in SLURM if "TASKS" in name},
         },
         {**PMI, "PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"}
         | {"MPI_LOCALNRANKS": "1"},
@@ -291,13 +260,6 @@ def test_mpi_on_one_machine():
         read_place(env)
 
 
-def test_slurm_on_one_machine():
-    """Ranks of one machine need not know its name."""
-    env = {**without(SLURM, "SLURM_STEP_NODELIST"), "SLURM_NODEID": "0"}
-    place = read_place({**env, "SLURM_STEP_TASKS_PER_NODE": "7"})
-    assert place.address == "127.0.0.1"
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -322,22 +284,11 @@ def test_contradictory_mpi_environment(change, words):
         read_place({**OPEN_MPI, **MASTER, **change})
 
 
-def test_ranks_that_do_not_fill_machines_say_which_they_are_on():
-    """GROUP_RANK says what cannot be told from the ranks."""
-    env = {**OPEN_MPI, **MASTER, "OMPI_COMM_WORLD_LOCAL_RANK": "2", "GROUP_RANK": "1"}
-    assert numbers(read_place(env)) == (5, 8, 2, 4, 1)
-
-
-@pytest.mark.parametrize("name", ["SLURM_LOCALID", "SLURM_NODEID"])
-def test_half_a_slurm_environment(name):
-    """What is missing is named."""
-    with pytest.raises(WorldError, match=f"lacks {name}"):
-        read_place(without(SLURM, name))
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("SLURM_LOCALID", "lacks SLURM_LOCALID"),
+        ("SLURM_NODEID", "lacks SLURM_NODEID"),
         ("SLURM_NTASKS", "lacks SLURM_NTASKS"),
         ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS=7, but srun did not start"),
         ("SLURM_STEP_TASKS_PER_NODE", "lacks SLURM_STEP_TASKS_PER_NODE"),
