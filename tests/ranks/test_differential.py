@@ -26,7 +26,7 @@ import accelfn as af
 from accelfn.errors import LawError
 from accelfn.testing import Raise, simulate
 from tests.processes import run_ranks
-from tests.ranks import programs, programs_of_axes, programs_of_parts
+from tests.ranks import programs, programs_of_parts
 from tests.ranks import programs_of_trees as trees
 from tests.ranks.programs_of_trees import TreeCall, tree_calls
 from tests.strategies import Run, runs
@@ -335,9 +335,9 @@ def test_collectives_give_what_gloo_gives(
     on_both(size, partial(call_all, program=tuple(program)), schedule=schedule)
 
 
-@given(programs_of_axes.programs(most=4))
+@given(programs_of_parts.programs_along_axes(most=4))
 def test_calls_along_axes_give_what_gloo_gives(
-    program: programs_of_axes.Program,
+    program: programs_of_parts.Program,
 ) -> None:
     """Any program along any axes, of collectives, messages, functional ones and DTensors."""
     on_both(program.size, program, axes=program.axes)
