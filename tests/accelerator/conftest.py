@@ -5,7 +5,7 @@ import pytest
 
 from tests.accelerator.tested_device import IS_FAKE, NAME
 
-OF_THE_FAKE_ONE = ["test_streams.py", "test_offloaded_bytes.py"]
+OF_THE_FAKE_ONE = ["test_streams.py"]
 """What looks into it, and hardware cannot be asked."""
 if NAME == "cpu":
     collect_ignore_glob = ["test_*.py"]

@@ -15,9 +15,10 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.accelerator import tested_device
-from tests.accelerator.tested_device import near
-from tests.internals import is_shard, local, tensor_leaves
+from tests.accelerator import fake, tested_device
+from tests.accelerator.meter import metered
+from tests.accelerator.tested_device import IS_FAKE, near
+from tests.internals import SimulatedGroup, is_shard, local, tensor_leaves
 from tests.laws.histories import Acts, Training, acts, check_apart_on
 from tests.laws.split_models import AXES, LOSSES, Block, Run, runs
 from tests.laws.test_fully_sharded import Stack
@@ -25,6 +26,7 @@ from tests.laws.test_shard_histories import broken_backward, broken_forward
 from tests.strategies import tensors
 
 pytestmark = pytest.mark.gpu
+of_the_fake_one = pytest.mark.skipif(not IS_FAKE, reason="looks into the fake one")
 HERE = [AXES[0], AXES[2], AXES[6]]
 dtypes = st.sampled_from([None, None, torch.float32])
 options = st.fixed_dictionaries(
@@ -56,6 +58,25 @@ def on_ranks(axes: dict[str, int], fn: Any) -> list[Any]:
         if any(said in str(error) for said in ELSEWHERE):
             pytest.fail(str(error))
         raise
+
+
+def check_same(axes: dict[str, int], fn: Any, engine: Any = None) -> None:
+    """Check that an engine on the host gives what it gives on the device.
+
+    The function returns tensors by name, and metrics.
+    """
+    one, two = engine or (af.wrap_fsdp(), on_host())
+    there, here = (on_ranks(axes, partial(fn, engine=each)) for each in (one, two))
+    for (ours, metrics), (theirs, others) in zip(there, here, strict=True):
+        assert different_from(ours, theirs) == []
+        # what skips on the device begins to keep what an update left as it was
+        more = ours.keys() - theirs.keys()
+        assert not [name for name in more if ours[name].any()]
+        assert near(metrics, others)
+
+
+def different_from(one: Any, two: Any) -> list[str]:
+    return [name for name in two if not near(one[name], two[name])]
 
 
 def lies(state: af.TrainState) -> set[tuple[bool, str]]:
@@ -113,18 +134,13 @@ def test_what_is_offloaded_trains_what_is_not(
 ) -> None:
     """Parameters, buffers, optimizer, slots and metrics, bitwise; parts of them on the host."""
 
-    def fn(world: af.World, wrap: Any, where: str) -> Any:
-        state = run.state(world, wrap(**options), *more)
-        state, metrics = stepped(run, state)
+    def fn(world: af.World, engine: Any) -> Any:
+        state, metrics = stepped(run, run.state(world, engine, *more))
+        where = "cpu" if engine.cpu_offload else tested_device.NAME
         assert lies(state) == {(True, where)}
         return tensors(state), metrics
 
-    there = on_ranks(axes, partial(fn, wrap=af.wrap_fsdp, where=tested_device.NAME))
-    here = on_ranks(axes, partial(fn, wrap=on_host, where="cpu"))
-    for (one, metrics), (two, others) in zip(there, here, strict=True):
-        assert one.keys() == two.keys()
-        assert [n for n in one if not near(one[n], two[n])] == []
-        assert near(metrics, others)
+    check_same(axes, fn, (af.wrap_fsdp(**options), on_host(**options)))
 
 
 CASTS = [
@@ -157,14 +173,7 @@ def test_what_is_offloaded_is_computed_with_in_few_bits(cast, fused):
         return tensors(state), seen
 
     # the model's first parameter is in a unit, and lies on the host when a loss begins
-    there = on_ranks(HERE[0], partial(fn, engine=af.wrap_fsdp(nn.Linear)))
-    here = on_ranks(HERE[0], partial(fn, engine=on_host(nn.Linear)))
-    for (one, metrics), (two, others) in zip(there, here, strict=True):
-        # what skips on the device begins to keep what an update left as it was
-        begun = [name for name in one.keys() - two.keys() if one[name].any()]
-        same = [n for n in two if not near(one[n], two[n])]
-        assert (begun, same) == ([], [])
-        assert near(metrics, others)
+    check_same(HERE[0], fn, (af.wrap_fsdp(nn.Linear), on_host(nn.Linear)))
 
 
 PLAIN = Run(4, 4, "mean", "adamw", in_list=True, micro=1)
@@ -280,7 +289,7 @@ def test_what_is_saved_on_the_host_goes_on_anywhere(
         )
         for found in loaded:
             del found["buffers.seen"]  # of rank 0
-            assert [n for n in found if not near(found[n], saved[n])] == []
+            assert different_from(saved, found) == []
 
 
 @example(run=PLAIN, one="on the device", other="on the host", axes=HERE[0])
@@ -300,9 +309,9 @@ def test_a_state_goes_to_the_host_and_back(
         assert lies(moved) == {(other != "replicas", where)}
         back = moved.with_setup(setups[0])
         for each in (tensors(moved), tensors(back)):
-            assert [n for n in before if not near(before[n], each[n])] == []
+            assert different_from(each, before) == []
         went, stayed = (tensors(stepped(run, each, 1)[0]) for each in (back, state))
-        assert [n for n in stayed if not near(stayed[n], went[n])] == []
+        assert different_from(went, stayed) == []
 
     on_ranks(axes, fn)
 
@@ -326,11 +335,7 @@ def test_what_is_on_the_host_is_looked_at_as_on_the_device(
         scores = af.evaluate(state, run.data(), LOSSES[run.loss])
         return {"lent": lent, "frozen": frozen, **whole}, scores
 
-    there = on_ranks(axes, partial(fn, engine=af.wrap_fsdp()))
-    here = on_ranks(axes, partial(fn, engine=on_host()))
-    for (one, scores), (two, others) in zip(there, here, strict=True):
-        assert [n for n in one if not near(one[n], two[n])] == []
-        assert near(scores, others)
+    check_same(axes, fn)
 
 
 @settings(max_examples=4)
@@ -344,8 +349,120 @@ def test_copies_on_the_host_train_apart(run: Run, *, opt_state: bool) -> None:
         state, metrics = stepped(run, run.state(world, engine, apart), 3)
         return tensors(af.finalize(state)), metrics
 
-    there = on_ranks(axes, partial(fn, engine=af.wrap_fsdp()))
-    here = on_ranks(axes, partial(fn, engine=on_host()))
-    for (one, metrics), (two, others) in zip(there, here, strict=True):
-        assert [n for n in one if not near(one[n], two[n])] == []
-        assert near(metrics, others)
+    check_same(axes, fn)
+
+
+# how much of a state lies where
+
+
+@attrs.frozen
+class Deep:
+    """A training of so many equal layers, of a width that dwarfs what a sample has."""
+
+    layers: int
+    width: int
+    micro: int
+    options: Any
+
+    @property
+    def unit(self) -> int:
+        """The bytes of a layer."""
+        return 4 * self.width * (self.width + 1)
+
+    def run(self, world: af.World, folder: str) -> None:
+        """Train, a sample a rank and micro-batch; save, and load."""
+        layers = [partial(nn.Linear, self.width, self.width)] * self.layers
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = nn.ModuleList(make() for make in layers)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for block in self.blocks:
+                    x = torch.tanh(block(x))
+                return x
+
+        state = af.TrainState.create(
+            model=Net,
+            optimizer=partial(torch.optim.AdamW, lr=0.1),
+            data=af.Data(torch.ones(8, self.width), global_batch_size=2 * self.micro),
+            setup=af.chain(
+                af.shard_data(),
+                on_host(**self.options),
+                af.accumulate(num_micro_batches=self.micro),
+                af.clip_grad_norm(1.0),
+                af.ema(0.9),
+            ),
+            world=world,
+        )
+        step = af.make_step(lambda model, batch: model(batch).square().mean())
+        for batch in af.batches(state, until_epoch=1):
+            state, _ = step(state, batch)
+        af.save(state, f"{folder}/saved")
+        af.load(state.copy(), f"{folder}/saved")
+
+    def peak(self) -> int:
+        """Return the most bytes that a rank has of its device, from the beginning on."""
+        with metered() as meter, tempfile.TemporaryDirectory() as folder:
+            on_ranks({"dp_shard": 2}, partial(self.run, folder=folder))
+        return max(meter.peaks.values())
+
+
+@of_the_fake_one
+@settings(max_examples=2)
+@given(
+    width=st.sampled_from([128, 160]),
+    micro=st.sampled_from([1, 2]),
+    layers=st.integers(3, 4),
+    reduce_dtype=st.sampled_from([None, torch.bfloat16]),
+)
+def test_a_device_has_a_few_units_however_many_there_are(
+    width: int, micro: int, layers: int, reduce_dtype: Any
+) -> None:
+    """It has eight layers at most, when training, saving and loading; more of them add what a
+    sample leaves in each, and their names.
+    """
+    options = {"keep_grads": "sharded", "reduce_dtype": reduce_dtype}
+    few, many = (Deep(n, width, micro, options) for n in (layers, 3 * layers))
+    least, most = few.peak(), many.peak()
+    assert least <= 8 * few.unit
+    assert most - least <= 2 * layers * few.unit / 8
+
+
+@of_the_fake_one
+def test_bytes_are_told_by_where_they_are():
+    """Of a state whose parts lie on the host the table has a column more."""
+
+    def fn(world: af.World, engine: Any) -> tuple[str, int, int]:
+        memory = af.memory(PLAIN.state(world, engine))
+        return str(memory).splitlines()[0], memory.params.host, memory.params.here
+
+    axes = {"dp_shard": 2}
+    for head, host, here in on_ranks(axes, partial(fn, engine=on_host())):
+        assert head.split() == ["here", "on", "host", "whole"]
+        assert host == here - 8  # of the lone number
+    for head, host, _ in on_ranks(axes, partial(fn, engine=af.wrap_fsdp())):
+        assert (head.split(), host) == (["here", "whole"], 0)
+
+
+@of_the_fake_one
+def test_one_rank_on_a_device_offloads_nothing_and_is_refused():
+    """By a sentence that says what to write."""
+    with pytest.raises(
+        af.errors.WorldError, match="has only one rank, so the parameters"
+    ):
+        PLAIN.state(af.World.single(device=fake.NAME), on_host())
+
+
+@of_the_fake_one
+def test_a_backend_that_knows_devices_alone_is_refused(monkeypatch):
+    """When the state is made."""
+
+    def none(_: Any, device: torch.device) -> Any:
+        msg = f"No backend type associated with device type {device}"
+        raise RuntimeError(msg)
+
+    monkeypatch.setattr(SimulatedGroup, "_get_backend", none)
+    with pytest.raises(af.errors.WorldError, match='backend="cpu:gloo,fake:'):
+        on_ranks({"dp_shard": 2}, lambda world: PLAIN.state(world, on_host()))

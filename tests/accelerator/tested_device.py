@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 
+import accelfn as af
 from tests.accelerator import fake
-from tests.internals import devices
+from tests.internals import devices, tree
+from tests.states import bits
+from tests.strategies import tensors
 
 NAME = devices.kind()
 DEVICE = torch.device(NAME, 0)
@@ -76,3 +79,19 @@ def waits() -> Iterator[list[str]]:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode(before)
+
+
+def on_cpu(state: af.TrainState) -> dict[str, torch.Tensor]:
+    """Return a state's tensors on the host."""
+    return {name: each.cpu() for name, each in tensors(state).items()}
+
+
+def different(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of those that are not bitwise the same."""
+    same = {n for n in one.keys() & two.keys() if bits(one[n]) == bits(two[n])}
+    return sorted((one.keys() | two.keys()) - same)
+
+
+def device_names(value: Any) -> set[str]:
+    """Return the kinds of devices that a tree's tensors are on."""
+    return {leaf.device.type for leaf in tree.tensor_leaves(value)}

@@ -2,6 +2,7 @@
 """What the laws of split layers train: models that attend, whose layers have a plan."""
 
 from functools import partial
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 import accelfn as af
 from accelfn.testing import simulate
 from tests.laws.long_texts import EPS
+from tests.laws.worlds import close_means
+from tests.strategies import differences, tensors
 
 WIDTH, HEADS, INNER, LETTERS, LENGTH = 8, 4, 12, 8, 4
 Batch = dict[str, torch.Tensor]
@@ -208,6 +211,40 @@ class Lying:
         if size == 1:
             return [fn(af.World.single(device="cpu"))]
         return list(simulate(size, fn, axes=self.axes))
+
+
+Found = dict[str, torch.Tensor]
+Seen = tuple[Found, list[dict[str, float]]]
+
+
+def stepped(
+    state: af.TrainState, updates: int, loss: Any = loss_of_tokens
+) -> tuple[af.TrainState, list[dict[str, float]]]:
+    """Return a state after more updates, and the metrics of each."""
+    step, means = af.make_step(loss), []
+    for batch in islice(af.batches(state), updates):
+        state, metrics = step(state, batch)
+        means.append(metrics.all_reduce_mean(state.world))
+    return state, means
+
+
+def seen(state: af.TrainState, speech: Speech, loss: Any = loss_of_tokens) -> Seen:
+    """Return what a state has after three updates, metrics, and an evaluation."""
+    state, means = stepped(state, 3, loss)
+    means.append(af.evaluate(state, speech.data(), loss_of_tokens))
+    return tensors(state), means
+
+
+def check_near(alone: Seen, ranks: list[Seen], dtype: torch.dtype) -> None:
+    """Check that ranks found what one rank found."""
+    expected, means = alone
+    within = 1e-13 if dtype is torch.float64 else 1e-6
+    for found, others in ranks:
+        del found["buffers.seen"]  # where ranks see less, it is of less
+        whole = {name: value for name, value in expected.items() if name in found}
+        assert differences(whole, found, within=within) == []
+        if dtype is torch.float64:
+            assert all(close_means(*pair) for pair in zip(means, others, strict=True))
 
 
 FSDP = (

@@ -3,7 +3,6 @@
 
 import importlib
 import tempfile
-from itertools import islice
 from typing import Any
 
 import attrs
@@ -18,36 +17,20 @@ from tests.laws.parallel_layers import (
     LYING,
     PLAN,
     UNSPLIT,
+    Found,
     Lying,
     Speech,
-    loss_of_tokens,
+    check_near,
+    seen,
     speeches,
+    stepped,
 )
-from tests.laws.worlds import close_means, single
+from tests.laws.worlds import single
 from tests.strategies import differences, tensors
 
-Found = dict[str, torch.Tensor]
 lying = st.sampled_from(LYING)
 trainings = speeches(plan=HEAD_NORMS, padding=None)  # Megatron's has none
 heads = st.booleans()
-
-
-def stepped(
-    state: af.TrainState, updates: int
-) -> tuple[af.TrainState, list[dict[str, float]]]:
-    """Return a state after more updates, and the metrics of each."""
-    step, means = af.make_step(loss_of_tokens), []
-    for batch in islice(af.batches(state), updates):
-        state, metrics = step(state, batch)
-        means.append(metrics.all_reduce_mean(state.world))
-    return state, means
-
-
-def seen(state: af.TrainState, speech: Speech) -> tuple[Found, list[dict[str, float]]]:
-    """Return what a state has after three updates, metrics, and an evaluation."""
-    state, means = stepped(state, 3)
-    means.append(af.evaluate(state, speech.data(), loss_of_tokens))
-    return tensors(state), means
 
 
 @given(
@@ -64,16 +47,8 @@ def test_layers_of_megatron_train_what_torch_s_do(
     begun, setup = speech.state(single()), lying.setup(HEAD_NORMS)
     start = {name: param.clone() for name, param in begun.params.items()}
     ours = MegatronSpeech.like(speech, rows=rows, start=start)
-    alone, means = seen(begun, speech)
-    within = 1e-13 if dtype is torch.float64 else 1e-6
-    for found, others in lying.on_ranks(
-        lambda world: seen(ours.state(world, *setup), speech)
-    ):
-        del found["buffers.seen"]  # where ranks see less, it is of less
-        whole = {name: value for name, value in alone.items() if name in found}
-        assert differences(whole, found, within=within) == []
-        if dtype is torch.float64:
-            assert all(close_means(*pair) for pair in zip(means, others, strict=True))
+    ranks = lying.on_ranks(lambda world: seen(ours.state(world, *setup), speech))
+    check_near(seen(begun, speech), ranks, dtype)
     megatron_s_groups = importlib.import_module("megatron.core.parallel_state")
     assert not megatron_s_groups.is_initialized()
 

@@ -2,7 +2,6 @@
 """Ranks that have a part of each layer train what one rank with all of them does."""
 
 import tempfile
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,40 +22,23 @@ from tests.laws.parallel_layers import (
     PLAN,
     SEQUENCE,
     UNSPLIT,
+    Found,
     Lying,
     Speech,
+    check_near,
     loss_of_tokens,
+    seen,
     speeches,
+    stepped,
 )
-from tests.laws.worlds import close_means, single
+from tests.laws.worlds import single
 from tests.strategies import differences, tensors
 
-Found = dict[str, torch.Tensor]
 ROWS = ("blocks.0.out.weight", "blocks.0.down.weight")
 WHOLE = ("blocks.0.norm.weight", "blocks.0.norm.bias", "blocks.0.of_heads.weight")
 WHOLE += ("blocks.0.down.bias",)
 """Parameters whose columns are split, and those that are not split, by `PLAN`."""
 lying = st.sampled_from(LYING)
-
-
-def stepped(
-    state: af.TrainState, updates: int, loss: Any = loss_of_tokens
-) -> tuple[af.TrainState, list[dict[str, float]]]:
-    """Return a state after more updates, and the metrics of each."""
-    step, means = af.make_step(loss), []
-    for batch in islice(af.batches(state), updates):
-        state, metrics = step(state, batch)
-        means.append(metrics.all_reduce_mean(state.world))
-    return state, means
-
-
-def trained(
-    world: af.World, speech: Speech, *setup: object, loss: Any = loss_of_tokens
-) -> tuple[Found, list[dict[str, float]]]:
-    """Return what a state has after three updates, and the metrics of each and at the end."""
-    state, means = stepped(speech.state(world, *setup), 3, loss)
-    means.append(af.evaluate(state, speech.data(), loss_of_tokens))
-    return tensors(state), means
 
 
 @given(
@@ -69,15 +51,9 @@ def test_parts_of_layers_train_what_the_whole_does(
 ) -> None:
     """Parameters, optimizer state, averages, metrics and evaluation are those of one rank."""
     speech = attrs.evolve(speech, dtype=dtype)
-    alone, means = trained(single(), speech)
     setup = lying.setup(speech.plan)
-    within = 1e-13 if dtype is torch.float64 else 1e-6
-    for found, seen in lying.on_ranks(lambda world: trained(world, speech, *setup)):
-        del found["buffers.seen"]  # where ranks see less, it is of less
-        whole = {name: value for name, value in alone.items() if name in found}
-        assert differences(whole, found, within=within) == []
-        if dtype is torch.float64:
-            assert all(close_means(*pair) for pair in zip(means, seen, strict=True))
+    ranks = lying.on_ranks(lambda world: seen(speech.state(world, *setup), speech))
+    check_near(seen(speech.state(single()), speech), ranks, dtype)
 
 
 @given(speech=speeches(), lying=lying)
@@ -253,10 +229,11 @@ def test_what_a_loss_draws_is_what_one_rank_draws(speech: Speech, lying: Lying) 
         found = loss_of_tokens(net, {**batch, "places": places})
         return af.Loss(found.total * (1 + torch.rand(())), found.weight)
 
-    alone, _ = trained(single(), speech, loss=noisy)
+    alone, _ = seen(speech.state(single()), speech, noisy)
     setup = lying.setup(speech.plan)
-    ranks = lying.on_ranks(lambda world: trained(world, speech, *setup, loss=noisy))
-    for found, _ in ranks:
+    for found, _ in lying.on_ranks(
+        lambda world: seen(speech.state(world, *setup), speech, noisy)
+    ):
         whole = {name: value for name, value in alone.items() if name in found}
         assert differences(whole, found, within=1e-12) == []
 
