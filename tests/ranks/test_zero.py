@@ -37,7 +37,7 @@ from tests.laws.histories import Acts, Training, acts, check_apart_on
 from tests.laws.split_models import LOSSES, Block, Net, Run, runs
 from tests.laws.test_shard_histories import broken_backward, broken_forward
 from tests.processes import RankError, run_ranks
-from tests.ranks.test_failures import launch
+from tests.ranks.commands import TRAINS, ended, launched
 from tests.states import bits
 from tests.strategies import differences, tensors
 
@@ -882,7 +882,9 @@ def test_a_rank_that_goes_astray_is_told():
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_rank_that_is_gone_is_named(stage):
     """The launcher ends the run at once, and says which rank it was."""
-    code, said = launch("accelfn launch", "kill", "1", "60", str(stage))
+    run = launched("--nproc", 2, TRAINS[1], "kill", 1, 60, stage)
+    ((code, out, error),) = ended(run)
     assert code == 137
-    assert "rank 1 failed first" in said
-    assert re.search("rank 0 (followed: PeerFailed|was ended by SIGTERM)", said)
+    assert "rank 1 failed first" in out + error
+    followed = "rank 0 (followed: PeerFailed|was ended by SIGTERM)"
+    assert re.search(followed, out + error)
