@@ -33,6 +33,30 @@ def test_a_stage_is_1_2_or_3(stage):
         af.wrap_deepspeed(stage)
 
 
+def offload(**options: Any) -> Any:
+    return {"offload_optimizer": {"device": "cpu", **options}}
+
+
+ZERO = [
+    ({"stage": 2}, "pass stage= instead"),
+    ({"overlap_com": True}, "Did you mean 'overlap_comm'"),
+    ({"zero_quantized_weights": True}, "you cannot pass"),
+    ({"offload_param": {"device": "cpu"}}, "you cannot pass"),
+    (offload(device="nvme"), "disk"),
+    ({"offload_optimizer": "cpu"}, "'device': 'cpu'"),
+    (offload(ratio=1), r"offload_optimizer\['ratio'\]"),
+    (
+        offload(pin_memory=3),
+        r"\['offload_optimizer'\]\['pin_memory'\]: Input should be",
+    ),
+    (
+        {"overlap_comm": "perhaps"},
+        r"\[\"zero_optimization\"\]\['overlap_comm'\]: .* valid boolean.*'perhaps'",
+    ),
+    ({"reduce_bucket_size": -1}, "greater than 0, got"),
+]
+
+
 @pytest.mark.parametrize(
     ("config", "match"),
     [
@@ -50,43 +74,7 @@ def test_a_stage_is_1_2_or_3(stage):
         ({"curriculum_learning": {}}, "you cannot pass"),
         ({"gradient_predivide_factor": 2.0}, "you cannot pass"),
         ({"zero_optimization": 2}, "expected a dict"),
-        ({"zero_optimization": {"stage": 2}}, "pass stage= instead"),
-        ({"zero_optimization": {"overlap_com": True}}, "Did you mean 'overlap_comm'"),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "you cannot pass"),
-        (
-            {"zero_optimization": {"offload_param": {"device": "cpu"}}},
-            "you cannot pass",
-        ),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "disk"),
-        ({"zero_optimization": {"offload_optimizer": "cpu"}}, "'device': 'cpu'"),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 1}}},
-            r"offload_optimizer\['ratio'\]",
-        ),
-    ],
-)
-def test_a_setting_is_one_that_deepspeed_alone_says(config, match):
-    """Another is refused with where it is said, or the nearest."""
-    with pytest.raises(af.errors.ArgumentError, match=match):
-        af.wrap_deepspeed(2, config=config)
-
-
-@pytest.mark.parametrize(
-    ("config", "match"),
-    [
-        (
-            {"zero_optimization": {"overlap_comm": "perhaps"}},
-            r"\[\"zero_optimization\"\]\['overlap_comm'\]: .* valid boolean.*'perhaps'",
-        ),
-        ({"zero_optimization": {"reduce_bucket_size": -1}}, "greater than 0, got"),
-        (
-            {
-                "zero_optimization": {
-                    "offload_optimizer": {"device": "cpu", "pin_memory": 3}
-                }
-            },
-            r"\['offload_optimizer'\]\['pin_memory'\]: Input should be",
-        ),
+        *(({"zero_optimization": zero}, match) for zero, match in ZERO),
         (
             {"communication_data_type": "int8"},
             r"\[\"communication_data_type\"\]: Invalid",
@@ -96,8 +84,8 @@ def test_a_setting_is_one_that_deepspeed_alone_says(config, match):
         ({"comms_logger": {"enabled": "perhaps"}}, "rejects config.*valid boolean"),
     ],
 )
-def test_a_value_is_one_that_deepspeed_takes(config, match):
-    """It is asked when composed, and not at the first step."""
+def test_a_setting_is_one_that_deepspeed_alone_says_and_takes(config, match):
+    """Another is refused when composed, with where it is said, or the nearest."""
     with pytest.raises(af.errors.ArgumentError, match=match):
         af.wrap_deepspeed(2, config=config)
 
