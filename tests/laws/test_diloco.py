@@ -26,7 +26,15 @@ from tests.laws.outer_by_hand import (
     options,
 )
 from tests.laws.worlds import alone, params, trained, without_slots
+from tests.states import linear_state
 from tests.strategies import Run, differences, runs, tensors
+
+BITS = st.sampled_from([32, 16, 8, 4])
+
+
+def by_hand(moves: Moves, chosen: Any, outer: Any) -> ByHand:
+    hand = {name: value for name, value in chosen.items() if name != "bucket_cap_mb"}
+    return ByHand(moves, **hand, **outer)
 
 
 @given(moves=moves(), chosen=options(), outer=OUTER)
@@ -46,24 +54,17 @@ from tests.strategies import Run, differences, runs, tensors
 )
 def test_it_is_what_the_papers_say(moves, chosen, outer):
     """After each update, and in the end, ranks hold what a few lines of arithmetic give."""
-    nesterov = outer["momentum"] > 0
-    sgd = partial(torch.optim.SGD, nesterov=nesterov, **outer)
+    sgd = partial(torch.optim.SGD, nesterov=outer["momentum"] > 0, **outer)
 
     def train(world: af.World) -> list[tuple[Values, ...]]:
-        state = moves.state(world, af.diloco(outer=sgd, **chosen))
-        found = []
+        state, found = moves.state(world, af.diloco(outer=sgd, **chosen)), []
         for _ in moves.slopes:
             state = moves.step(state)
-            view = af.eval_params(state)
-            found.append(
-                tuple(
-                    {n: p.clone() for n, p in v.items()} for v in (state.params, view)
-                )
-            )
+            both = state.params, af.eval_params(state)
+            found.append(tuple({n: p.clone() for n, p in v.items()} for v in both))
         return [*found, (af.finalize(state).params,) * 2]
 
-    hand = {n: v for n, v in chosen.items() if n != "bucket_cap_mb"}
-    expected = ByHand(moves, **hand, **outer)
+    expected = by_hand(moves, chosen, outer)
     for t, found in enumerate(zip(*simulate(moves.ranks, train), strict=True)):
         if t < len(moves.slopes):
             expected.update()
@@ -72,6 +73,42 @@ def test_it_is_what_the_papers_say(moves, chosen, outer):
         for rank, (held, evaluated) in enumerate(found):
             assert close(held, expected.x[rank])
             assert close(evaluated, expected.anchor)
+
+
+@given(
+    moves=moves(),
+    first=options(),
+    then=options(),
+    bits=st.tuples(BITS, BITS),
+    outer=OUTER,
+    cut=st.integers(0, 8),
+)
+def test_other_options_go_on_from_the_anchor(moves, first, then, bits, outer, cut):
+    """After finalize a run has other options, the same anchor and the same outer momentum.
+
+    To itself a rank sends nothing, so alone it may have any number of bits, too.
+    """
+    sgd = partial(torch.optim.SGD, nesterov=outer["momentum"] > 0, **outer)
+    parts = moves.slopes[:cut], moves.slopes[cut:]
+    bits = bits if moves.ranks == 1 else (32, 32)
+
+    def train(world: af.World) -> Values:
+        state = moves.state(world, af.chain())
+        for slopes, chosen, each in zip(parts, (first, then), bits, strict=True):
+            state = state.with_setup(af.diloco(outer=sgd, bits=each, **chosen))
+            for _ in slopes:
+                state = moves.step(state)
+            state = af.finalize(state)
+        return dict(state.params)
+
+    expected = by_hand(moves, first, outer)
+    for slopes in parts:
+        for _ in slopes:
+            expected.update()
+        expected.finish()
+        expected.go_on(**{n: v for n, v in then.items() if n != "bucket_cap_mb"})
+    for rank, found in enumerate(simulate(moves.ranks, train)):
+        assert close(found, expected.x[rank])
 
 
 @given(
@@ -109,37 +146,49 @@ def test_alone_every_update_is_the_inner_optimizer(run: Run) -> None:
     bits=8,
 )
 def test_nothing_is_lost_in_few_bits(moves, chosen, bits):
-    """What the anchor moved by, and what ranks remember, is all that they sent, bit by bit."""
+    """What the anchor moved by, and what ranks remember, is all that they sent, bit by bit.
+
+    In the end what few bits left out is paid by the last exchange, or still remembered.
+    """
+    every, delay = chosen["sync_every"], chosen["delay"]
 
     def train(world: af.World) -> list[dict[str, Any]]:
         state = moves.state(world, af.diloco(outer=PLAIN, bits=bits, **chosen))
-        found = []
+        slots = []
         for _ in moves.slopes:
             state = moves.step(state)
-            slot = state.copy().slots["diloco"]
-            found.append({n: slot[n] for n in ("anchor", "error", "sent", "flights")})
-        return found
+            slots.append(state.copy().slots["diloco"])
+        return [*slots, af.finalize(state).slots["diloco"]]
 
-    every, count = chosen["sync_every"], 4 // chosen["fragments"]
-    for found in zip(*simulate(moves.ranks, train), strict=True):
-        for i, name in enumerate(NAMES):
-            f = i // count
-            sent = found[0]["sent"][f]
-            if str(f) in found[0]["flights"]:
+    def sums(name: str, updates: Any) -> Any:
+        each = [(u, rank) for u in updates for rank in range(moves.ranks)]
+        return sum(
+            (moves.slope(*one, name) for one in each), torch.zeros(moves.size).double()
+        )
+
+    *during, last = zip(*simulate(moves.ranks, train), strict=True)
+    for i, name in enumerate(NAMES):
+        f = i * chosen["fragments"] // 4
+        first = f * every // chosen["fragments"]
+        for slots in during:
+            if str(f) in slots[0]["flights"]:
                 continue  # part of it is on its way
-            first = f * every // chosen["fragments"]
             # between an exchange and its use, what ranks did is dropped
             kept = [
                 u
-                for u in range(sent)
-                if u < (first or every) or (u - first) % every >= chosen["delay"]
+                for u in range(slots[0]["sent"][f])
+                if u < (first or every) or (u - first) % every >= delay
             ]
-            moved = sum(
-                moves.slope(u, rank, name) for u in kept for rank in range(moves.ranks)
-            )
-            remembered = sum(each["error"][name] for each in found)
-            gone = -found[0]["anchor"][name] * moves.ranks + remembered
-            assert torch.equal(gone, torch.zeros(moves.size).double() + moved)
+            assert torch.equal(gone(slots, name), sums(name, kept))
+        if not delay:
+            found = gone(last, name)
+            assert torch.allclose(found, sums(name, range(len(moves.slopes))))
+
+
+def gone(slots: Any, name: str) -> torch.Tensor:
+    """Return what the anchor has moved by, for all ranks, and what these remember."""
+    remembered = sum(each["error"][name] for each in slots)
+    return remembered - slots[0]["anchor"][name] * len(slots)
 
 
 @given(bits=st.sampled_from([16, 8, 4]), seed=st.integers(0, 99))
@@ -148,8 +197,8 @@ def test_what_a_rank_does_without_samples_leaves_nothing_out(bits, seed):
 
     def train(world: af.World) -> list[tuple[bool, Values]]:
         generator = torch.Generator().manual_seed(seed)
-        state = af.TrainState.create(
-            model=lambda: nn.Linear(3, 2),
+        state = linear_state(
+            *(3, 2),
             optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
             data=af.Data(torch.randn(3, 3, generator=generator), global_batch_size=2),
             setup=af.chain(af.shard_data(), af.diloco(sync_every=1, bits=bits)),
@@ -172,32 +221,9 @@ def test_what_a_rank_does_without_samples_leaves_nothing_out(bits, seed):
 
 
 @given(
-    moves=moves(ranks=st.sampled_from([2, 4]), equal=True),
-    chosen=options(mix=0.0, delay=0),
-    bits=st.sampled_from([16, 8, 4]),
-)
-def test_in_the_end_nothing_is_lost_either(moves, chosen, bits):
-    """What few bits left out is paid by the last exchange, or still remembered."""
-
-    def train(world: af.World) -> tuple[Values, Values]:
-        state = moves.state(world, af.diloco(outer=PLAIN, bits=bits, **chosen))
-        for _ in moves.slopes:
-            state = moves.step(state)
-        state = af.finalize(state)
-        return dict(state.params), state.slots["diloco"]["error"]
-
-    found = list(simulate(moves.ranks, train))
-    for name in NAMES:
-        owed = sum(error[name] for _, error in found)
-        gone = owed - found[0][0][name] * moves.ranks
-        each = [(t, r) for t in range(len(moves.slopes)) for r in range(moves.ranks)]
-        assert torch.allclose(gone, sum(moves.slope(*one, name) for one in each))
-
-
-@given(
     moves=moves(),
     chosen=options(),
-    bits=st.sampled_from([32, 16, 8, 4]),
+    bits=BITS,
     looks=st.sets(st.integers(1, 9)),
 )
 def test_who_looks_early_changes_nothing(moves, chosen, bits, looks):
@@ -222,7 +248,7 @@ def test_who_looks_early_changes_nothing(moves, chosen, bits, looks):
         assert differences(one, two) == []
 
 
-@given(moves=moves(), chosen=options(), bits=st.sampled_from([32, 16, 8, 4]))
+@given(moves=moves(), chosen=options(), bits=BITS)
 def test_ranks_agree_in_the_end(moves, chosen, bits):
     """All ranks have one anchor at any time; in the end they are there, and owe nothing."""
 
@@ -256,18 +282,12 @@ MET = [[-1, 0, 0, 0], [-7, 0, 0, 1]]
 @given(
     moves=moves(ranks=st.sampled_from([2, 3, 4]), equal=True),
     chosen=options(mix=0.0),
-    bits=st.sampled_from([32, 16, 8, 4]),
+    bits=BITS,
     others=st.sampled_from([1, 2, 3, 5]),
 )
 @example(
     moves=Moves([[[0] * 4] * 2] * 5 + [MET] + [[[0] * 4] * 2], [[1, 1]] * 7, size=1),
-    chosen={
-        "sync_every": 6,
-        "fragments": 1,
-        "delay": 3,
-        "mix": 0.0,
-        "bucket_cap_mb": 25,
-    },
+    chosen={"sync_every": 6, "fragments": 1, "delay": 3, "mix": 0.0},
     bits=4,
     others=1,
 )
@@ -319,7 +339,7 @@ def test_other_ranks_go_on(moves, chosen, bits, others):
 @given(
     size=st.sampled_from([1, 2, 3, 4]),
     chosen=options(),
-    bits=st.sampled_from([32, 16, 8, 4]),
+    bits=BITS,
     rows=st.integers(1, 90),
 )
 def test_its_bytes_are_these(size, chosen, bits, rows):
@@ -337,15 +357,13 @@ def test_its_bytes_are_these(size, chosen, bits, rows):
             state = moves.step(state)
 
     log = [e for e in simulate(size, train).log if e.label == "diloco"]
-    fragment = rows * 4 // chosen["fragments"]
+    every, parts = chosen["sync_every"], chosen["fragments"]
     exchanges = sum(
-        t
-        and (t - f * chosen["sync_every"] // chosen["fragments"]) % chosen["sync_every"]
-        == 0
-        for f in range(chosen["fragments"])
+        (t - f * every // parts) % every == 0
+        for f in range(parts)
         for t in range(1, updates + 1)
     )
-    sent = sum(each.num_bytes for each in log)
+    fragment, sent = rows * 4 // parts, sum(each.num_bytes for each in log)
     if size == 1:
         assert sent == 0
     elif whole:
@@ -361,7 +379,7 @@ def test_its_bytes_are_these(size, chosen, bits, rows):
         assert sum(e.num_bytes for e in first) == exchanges * size * (each + 8)
         landed = sum(e.num_bytes for e in half)
         assert landed % each == 0
-        assert exchanges - chosen["fragments"] <= landed // each <= exchanges
+        assert exchanges - parts <= landed // each <= exchanges
 
 
 @given(
