@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates that are skipped: by all ranks or by none, and as if their batch had not been."""
+"""Updates that are skipped: by all ranks or by none, and as if their batch had not been.
+
+A loss scale for 16 bits follows its rule, and changes no number.
+"""
 
 import functools
 import math
@@ -16,24 +19,16 @@ import accelfn as af
 from accelfn.errors import NonFiniteGradsError
 from accelfn.testing import simulate
 from tests.internals import Update, step, transform, tree
-from tests.laws.worlds import DDP, Found
-from tests.strategies import differences, model, tensors
+from tests.laws.worlds import DDP, Found, params, trained
+from tests.states import linear_state
+from tests.strategies import differences, model, runs, tensors
 
-pytestmark = (
-    pytest.mark.filterwarnings(  # steps take other values than the state's data
-        "ignore::accelfn.errors.AccelfnWarning"
-    )
-)
+# steps take other values than the state's data
+pytestmark = pytest.mark.filterwarnings("ignore::accelfn.errors.AccelfnWarning")
 
 FP16 = af.autocast("fp16", init_scale=1024.0, growth_interval=2)
-SKIPPING = st.sampled_from(
-    [
-        FP16,
-        af.skip_nonfinite(),
-        af.chain(FP16, af.skip_nonfinite()),
-        af.chain(af.skip_nonfinite(), FP16),
-    ]
-)
+SKIP = af.skip_nonfinite()
+SKIPPING = st.sampled_from([FP16, SKIP, af.chain(FP16, SKIP), af.chain(SKIP, FP16)])
 NO_VIEWS = af.chain(af.shard_data(), af.wrap_ddp(gradient_as_bucket_view=False))
 APART = af.chain(af.shard_data(), af.local_sgd(sync_every=2))
 REDUCING = st.sampled_from([DDP, NO_VIEWS, APART])
@@ -46,9 +41,7 @@ class Plant(torch.autograd.Function):
     """Add nothing to a loss, and one element to a gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, param: torch.Tensor, place: int, value: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, param: Any, place: int, value: float) -> torch.Tensor:
         ctx.place, ctx.value, ctx.like = place, value, torch.zeros_like(param)
         return param.new_zeros(())
 
@@ -81,6 +74,9 @@ FAULTS = st.builds(
 )
 
 
+NONE = Fault(0.0, 0, 0, 0, frozenset())
+
+
 def batches(seed: int, count: int = 5) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return batches of plain values, on all ranks alike."""
     generator = torch.Generator().manual_seed(seed)
@@ -88,14 +84,20 @@ def batches(seed: int, count: int = 5) -> list[tuple[torch.Tensor, torch.Tensor]
     return [(draw(4, 3), draw(4, 2)) for _ in range(count)]
 
 
-def create(world: af.World, *setup: object, lr: float = 0.25) -> af.TrainState:
-    return af.TrainState.create(
+def create(world: af.World, *setup: object) -> af.TrainState:
+    return linear_state(
         model=model("norm"),
-        optimizer=functools.partial(torch.optim.AdamW, lr=lr),
+        optimizer=functools.partial(torch.optim.AdamW, lr=0.25),
         schedule=af.schedules.linear(16),
         setup=af.chain(*setup),
         world=world,
     )
+
+
+def loss_times(net: nn.Module, batch: Any) -> torch.Tensor:
+    """Return a loss that may be no number."""
+    (x, y), factor = batch
+    return (net(x) - y).square().mean() * factor
 
 
 def train(
@@ -110,7 +112,7 @@ def train(
 
     def loss_fn(net: nn.Module, batch: Any) -> torch.Tensor:
         values, bad = batch
-        loss = (net(values[0]) - values[1]).square().mean()
+        loss = loss_times(net, (values, 1.0))
         if bad and world.rank == fault.rank % world.size:
             param = list(net.parameters())[fault.param % 4]
             loss = loss + Plant.apply(param, fault.place, fault.value)
@@ -133,28 +135,6 @@ def trained_parts(found: Found) -> Found:
     return {path: found[path] for path in found if not path.startswith(apart)}
 
 
-@given(
-    fault=FAULTS,
-    skipping=SKIPPING,
-    reducing=REDUCING,
-    size=st.integers(1, 3),
-    seed=SEEDS,
-)
-def test_one_bad_element_on_one_rank_skips_that_update_on_all(
-    fault, skipping, reducing, size, seed
-):
-    """All ranks skip it, and parameters, buffers, optimizer, slots and step stay, bitwise."""
-    setup = af.chain(reducing, skipping, af.clip_grad_norm(1.0), af.ema(0.5))
-    for states, skipped, count in simulate(
-        size, lambda world: train(world, setup, seed, fault)
-    ).results:
-        assert skipped == [float(i in fault.at) for i in range(5)]
-        assert count == len(fault.at)
-        for i in fault.at:
-            before, after = map(trained_parts, states[i : i + 2])
-            assert differences(before, after) == []
-
-
 @transform
 class Notes:
     """Count the updates whose gradients it sees."""
@@ -173,27 +153,32 @@ class Notes:
     size=st.integers(1, 3),
     seed=SEEDS,
 )
-def test_a_skipped_update_is_one_that_was_not(fault, skipping, reducing, size, seed):
-    """Training on is bitwise what it is without the batches whose updates were skipped."""
-    setup = af.chain(reducing, Notes(), skipping, af.ema(0.5))
+def test_one_bad_element_on_one_rank_skips_that_update_on_all(
+    fault, skipping, reducing, size, seed
+):
+    """All that is trained stays, bitwise, and training on is as if the batch had not been."""
+    setup = af.chain(reducing, Notes(), skipping, af.clip_grad_norm(1.0), af.ema(0.5))
     # a power of 2 in the place of another changes no bit of a gradient in float64
     with_bad, without = (
-        simulate(
-            size, lambda world, out=out: train(world, setup, seed, fault, leave_out=out)
-        ).results
+        simulate(size, lambda w, out=out: train(w, setup, seed, fault, leave_out=out))
         for out in (False, True)
     )
-    for (bad, *_), (good, *_) in zip(with_bad, without, strict=True):
-        assert differences(trained_parts(bad[-1]), trained_parts(good[-1])) == []
+    for (states, skipped, count), (good, *_) in zip(with_bad, without, strict=True):
+        assert skipped == [float(i in fault.at) for i in range(5)]
+        assert count == len(fault.at)
+        for i in fault.at:
+            before, after = map(trained_parts, states[i : i + 2])
+            assert differences(before, after) == []
+        last, expected = (trained_parts(each[-1]) for each in (states, good))
+        assert differences(last, expected) == []
 
 
 @given(reducing=REDUCING, size=st.integers(1, 3), seed=SEEDS)
 def test_looking_changes_nothing(reducing: af.chain, size: int, seed: int) -> None:
     """Where all is finite, no update is skipped, and training is bitwise that without."""
-    none = Fault(0.0, 0, 0, 0, frozenset())
     with_it, without = (
-        simulate(size, lambda world, s=setup: train(world, s, seed, none)).results
-        for setup in (af.chain(reducing, af.skip_nonfinite()), reducing)
+        simulate(size, lambda world, s=setup: train(world, s, seed, NONE)).results
+        for setup in (af.chain(reducing, SKIP), reducing)
     )
     for (looked, skipped, count), (plain, *_) in zip(with_it, without, strict=True):
         assert (skipped, count) == ([0.0] * 5, 0)
@@ -228,20 +213,14 @@ class Wishes:
 )
 def test_any_wish_of_any_rank_skips_once(size, wishes, reducing):
     """Wishes of transforms and ranks, agreed or not, are joined by or; an update counts once."""
-    none = Fault(0.0, 0, 0, 0, frozenset())
     wishing = [
-        Wishes(
-            rank if rank is None else rank % size,
-            at=tuple(sorted(at)),
-            flag=flag,
-            name=f"wish_{i}",
-        )
+        Wishes(rank and rank % size, at=tuple(sorted(at)), flag=flag, name=f"wish_{i}")
         for i, (rank, at, flag) in enumerate(wishes)
     ]
     skip = frozenset().union(*(at for _, at, _ in wishes))
     setup = af.chain(reducing, *wishing)
     for _, skipped, count in simulate(
-        size, lambda world: train(world, setup, 0, none)
+        size, lambda world: train(world, setup, 0, NONE)
     ).results:
         assert skipped == [float(i in skip) for i in range(5)]
         assert count == len(skip)
@@ -284,14 +263,10 @@ def test_what_is_not_finite_is_found(value, shapes, dtype, place, spoil):
 def test_too_many_in_a_row_raise_on_every_rank(most, size, rank, parts):
     """The update after `max_consecutive` raises, names parameter and rank, and is not taken."""
 
-    def loss_fn(net: nn.Module, batch: Any) -> torch.Tensor:
-        values, factor = batch
-        return (net(values[0]) - values[1]).square().mean() * factor
-
     def run(world: af.World) -> None:
         accumulate = af.accumulate(num_micro_batches=parts)
         setup = af.chain(DDP, accumulate, af.skip_nonfinite(max_consecutive=most))
-        state, step = create(world, setup), af.make_step(loss_fn)
+        state, step = create(world, setup), af.make_step(loss_times)
         good = [(batches(0, 1)[0], 1.0)] * parts
         factor = math.nan if world.rank == rank % size else 1.0
         bad = [(good[0][0], factor), *good[1:]]  # in the first micro-batch alone
@@ -320,7 +295,7 @@ def test_too_many_in_a_row_raise_on_every_rank(most, size, rank, parts):
     scheduled=st.booleans(),
     setup=st.sampled_from([*AT_ONCE, af.chain(DDP, af.ema(0.5)), APART]),
     net=st.sampled_from(["plain", "norm"]),
-    who=st.sampled_from([(FP16,), (af.skip_nonfinite(),), (FP16, af.skip_nonfinite())]),
+    who=st.sampled_from([(FP16,), (SKIP,), (FP16, SKIP)]),
     size=st.integers(1, 2),
 )
 def test_a_device_that_skips_by_itself_does_as_the_host(
@@ -332,25 +307,21 @@ def test_a_device_that_skips_by_itself_does_as_the_host(
     a row.
     """
 
-    def loss_fn(module: nn.Module, batch: Any) -> torch.Tensor:
-        values, bad = batch
-        loss = (module(values[0]) - values[1]).square().mean()
-        return loss * math.inf if bad else loss
-
     def run(world: af.World) -> Any:
-        state = af.TrainState.create(
+        state = linear_state(
             model=model(net),
             optimizer=functools.partial(kind, lr=0.25, fused=True),
             schedule=af.schedules.linear(16) if scheduled else None,
             setup=af.chain(setup, *who),
             world=world,
         )
-        step = af.make_step(loss_fn)
+        step = af.make_step(loss_times)
         # one update first, so that the optimizer's state is there
-        state, _ = step(state, (batches(0, 1)[0], False))
+        state, _ = step(state, (batches(0, 1)[0], 1.0))
         skipped = []
         for bad in overflows:
-            state, metrics = step(state, (batches(0, 1)[0], bad))
+            factor = math.inf if bad else 1.0
+            state, metrics = step(state, (batches(0, 1)[0], factor))
             skipped.append(float(metrics["skipped"]))
         waiting = state.skips is not None and state.skips._known is None
         counts = (state.step, state.num_skipped, state.num_tried, state.lrs)
@@ -396,9 +367,8 @@ def test_an_overflow_in_rows_of_one_rank_skips_the_update_of_all(
     """Under wrap_fsdp one rank alone has the rows that are not finite; its loss is finite."""
 
     def run(world: af.World) -> None:
-        state = af.TrainState.create(
-            model=lambda: nn.Linear(2, 5),
-            optimizer=functools.partial(torch.optim.SGD, lr=0.25),
+        state = linear_state(
+            *(2, 5),
             data=af.Data(torch.ones(16, 2), global_batch_size=8),
             setup=af.chain(
                 af.accumulate(num_micro_batches=micro), af.shard_data(), split, who
@@ -422,3 +392,87 @@ def test_an_overflow_in_rows_of_one_rank_skips_the_update_of_all(
             assert all(bool(each.isfinite().all()) for each in after.values())
 
     simulate(size, run)
+
+
+# Scales of losses
+
+
+@given(
+    overflows=st.lists(st.booleans(), max_size=12),
+    growth=st.sampled_from([2.0, 4.0]),
+    backoff=st.sampled_from([0.5, 0.25]),
+    interval=st.integers(1, 3),
+    size=st.integers(1, 2),
+)
+def test_the_scale_follows_its_rule(overflows, growth, backoff, interval, size):
+    """It shrinks at an overflow, grows after so many good updates; the rate follows the step."""
+    fp16 = af.autocast(
+        "fp16",
+        init_scale=2.0**10,
+        growth_factor=growth,
+        backoff_factor=backoff,
+        growth_interval=interval,
+    )
+
+    def run(world: af.World) -> None:
+        state, step = create(world, DDP, fp16), af.make_step(loss_times)
+        scale, good, taken = 2.0**10, 0, 0
+        for bad in overflows:
+            assert state.lrs == (0.25 * af.schedules.linear(16)(taken),)
+            factor = math.inf if bad else 1.0
+            state, metrics = step(state, (batches(0, 1)[0], factor))
+            assert float(metrics["loss_scale"]) == scale
+            good = 0 if bad else good + 1
+            taken += not bad
+            if bad:
+                scale *= backoff
+            elif good == interval:
+                scale, good = scale * growth, 0
+            assert float(state.slots["autocast"]["scale"]) == scale
+            assert int(state.slots["autocast"]["good"]) == good
+            assert (state.step, state.num_skipped) == (taken, state.num_tried - taken)
+
+    simulate(size, run)
+
+
+@given(
+    power=st.integers(-12, 20),
+    run=runs(n=12, kind="plain", schedule=False, remainder="short"),
+    micro=st.integers(1, 3),
+    size=st.integers(1, 2),
+)
+def test_a_scale_that_is_a_power_of_2_changes_no_bit(power, run, micro, size):
+    """Gradients, clipping and updates are bitwise those at scale 1, and close to those without."""
+    parts, clip = af.accumulate(num_micro_batches=micro), af.clip_grad_norm(0.5)
+
+    def found(*setup: object) -> list[Found]:
+        ranks = trained(size, run, DDP, parts, *setup, clip)
+        return [params(states[-1]) for states, _ in ranks]
+
+    # in float64 autocast leaves products alone: the scale is all that differs
+    one, scaled = (
+        found(af.autocast("fp16", init_scale=scale)) for scale in (1.0, 2.0**power)
+    )
+    for plain, mine, other in zip(found(), one, scaled, strict=True):
+        assert differences(mine, other) == []
+        assert differences(plain, other, within=1e-9) == []
+
+
+def test_a_loss_that_is_a_total_needs_no_smaller_scale():
+    """A sum over 4,096 rows overflows no sooner than their mean, and skips nothing."""
+    generator, rows = torch.Generator().manual_seed(0), 4096
+    x, y = (torch.randn(rows * 3, n, generator=generator) for n in (8, 4))
+    state = linear_state(
+        *(8, 4),
+        data=af.Data((x, y), global_batch_size=rows),
+        setup=af.autocast("fp16", init_scale=2.0**14),
+    )
+
+    def total(net: nn.Module, batch: Any) -> af.Loss:
+        x, y = batch
+        return af.Loss((net(x).float() - y).square().mean(1).sum(), len(x))
+
+    step = af.make_step(total)
+    for batch in af.batches(state, until_epoch=1):
+        state, _ = step(state, batch)
+    assert state.num_skipped == 0
