@@ -79,26 +79,6 @@ def test_weights_of_nothing(weights, *, tensor, scale, how):
         assert abs(weight - whole) <= 1e-6
 
 
-@given(
-    rows=st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    setup=st.sampled_from([None, af.local_sgd(sync_every=2)]),
-)
-def test_means_are_reduced_by_weight(rows: list[int], setup: object) -> None:
-    """sync_grads of each rank's mean is the mean of all, however many samples each had."""
-
-    def train(world: af.World) -> float:
-        state = number(world, setup)
-        own = torch.arange(rows[world.rank]).double() + world.rank
-        compute = af.value_and_grad(lambda net, x: (net[0] * x).mean())
-        _, grads = compute(state, own)
-        return float(af.apply_grads(state, af.sync_grads(state, grads)).params["0"])
-
-    whole = [i + rank for rank, count in enumerate(rows) for i in range(count)]
-    expected = 1 - 0.5 * (sum(whole) / len(whole) + 0.25)
-    for found in simulate(len(rows), train):
-        assert abs(found - expected) <= 1e-12
-
-
 class Tally(nn.Module):
     """One number, and a buffer that adds up what comes by."""
 

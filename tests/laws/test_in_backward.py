@@ -2,8 +2,6 @@
 """optimizer_in_backward: the plain update, with gradients that are never all there."""
 
 import functools
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -220,20 +218,6 @@ def test_a_broken_backward_pass_ends_the_state(run: Run, *, late: bool) -> None:
     assert differences(tensors(expected), tensors(after)) == []
 
 
-@given(run=others(updates=2), first=st.booleans())
-def test_saved_in_one_setup_it_goes_on_in_the_other(run: Other, *, first: bool) -> None:
-    """The optimizer's state is by name in both, so each goes on where the other was."""
-    setups = [af.chain(IN_BACKWARD), af.chain()]
-    one, two = setups if first else setups[::-1]
-    whole, _ = run.train(run.state(), 3)
-    state, _ = run.train(attrs.evolve(run, setup=one).state(), 1)
-    with tempfile.TemporaryDirectory() as folder:
-        af.save(state, Path(folder) / "saved")
-        state = af.load(attrs.evolve(run, setup=two).state(), Path(folder) / "saved")
-    state, _ = run.train(state, 2)
-    assert differences(tensors(whole), tensors(state)) == []
-
-
 @given(rate=st.sampled_from([0.5, 0.125]))
 def test_an_optimizer_that_couples_parameters_is_refused(rate: float) -> None:
     """It is tried when the state is created, which names it and what came out otherwise."""
@@ -280,28 +264,3 @@ def test_gradients_by_themselves_are_refused(run, size, failed):
         run.train(state, 1)
 
     simulate(size, take)
-
-
-@given(weights=st.lists(st.sampled_from([0.0, 1.0, 2.5]), min_size=1, max_size=3))
-def test_where_nothing_counts_nothing_is_divided(weights: list[float]) -> None:
-    """An update in which losses weigh nothing, on some ranks or on all, is as without it."""
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> af.Loss:
-        return af.Loss(model(batch).sum() * batch.sum(), float(batch.sum()))
-
-    def train(world: af.World, *setup: Any) -> dict[str, torch.Tensor]:
-        state = af.TrainState.create(
-            model=lambda: nn.Linear(1, 2),
-            optimizer=lambda params: torch.optim.SGD(params, lr=0.5, weight_decay=0.25),
-            setup=af.chain(*setup),
-            world=world,
-        )
-        batch = torch.full((1, 1), weights[world.rank])
-        state, _ = af.make_step(loss)(state, batch)
-        return tensors(state)
-
-    plain = simulate(len(weights), lambda world: train(world, *DDP_ALONE))
-    for found in simulate(
-        len(weights), lambda world: train(world, *DDP_ALONE, IN_BACKWARD)
-    ):
-        assert differences(plain[0], found, within=1e-6) == []

@@ -18,7 +18,7 @@ from torch import nn
 import accelfn as af
 from accelfn.testing import simulate
 from tests.laws.worlds import DDP, Found, single
-from tests.strategies import LOSSES, OPTIMIZERS, Run, differences, model, runs, tensors
+from tests.strategies import OPTIMIZERS, Run, differences, model, runs, tensors
 
 sizes = st.sampled_from([1, 2])
 SETUPS = [
@@ -177,34 +177,6 @@ def test_parts_take_no_other_parts_state(one, other, make):
 
 
 masks = st.lists(names.filter(bool), min_size=1, max_size=4)
-
-
-@given(
-    optimizer=st.sampled_from(["momentum", "adamw", "decay"]),
-    masks=masks,
-    size=sizes,
-    setup=exact,
-    loss=st.sampled_from(sorted(LOSSES)),
-)
-def test_frozen_in_mid_run(optimizer, masks, size, setup, loss):
-    """What is frozen stays, its optimizer state too; both are gone on with once thawed."""
-    run = Run(n=8, batch_size=4, optimizer=optimizer, loss=loss, dyadic=False)
-
-    def train(world: af.World) -> None:
-        state = run.state(world).with_setup(setup)
-        for mask in masks:
-            before = tensors(state)
-            state = state.with_trainable(lambda name, _, mask=mask: name in mask)
-            assert differences(before, tensors(state)) == []
-            state, _ = run.train(state, 1)
-            after = tensors(state)
-            for path, value in before.items():
-                field, _, rest = path.partition(".")
-                named = next((n for n in state.params if rest.startswith(n)), "")
-                if field in ("params", "opt_state") and named not in mask:
-                    assert torch.equal(value, after[path]), path
-
-    simulate(size, train)
 
 
 @given(optimizer=st.sampled_from(["sgd", "momentum", "adamw", "decay"]), masks=masks)

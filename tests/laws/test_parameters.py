@@ -16,8 +16,8 @@ import accelfn as af
 from accelfn.testing import simulate
 from tests.laws.test_collectives import LAYOUTS, laid_out
 from tests.laws.test_updates import elements, gradients
-from tests.laws.worlds import DDP, Found, trained
-from tests.strategies import IN, OPTIMIZERS, OUT, Net, Run, differences, runs, tensors
+from tests.laws.worlds import DDP, Found
+from tests.strategies import IN, OPTIMIZERS, Net, Run, differences, runs, tensors
 
 sizes = st.sampled_from([1, 2])
 SETUPS = [
@@ -144,44 +144,6 @@ def test_layouts_change_nothing(run, size, setup, layout, rows):
     found = simulate(size, lambda world: train(world, layout, data))
     for one, two in zip(expected, found, strict=True):
         assert differences(one, two) == []
-
-
-class UsedTwice(nn.Module):
-    """What a tied `Net` computes, by one layer that is called twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(IN, IN, bias=False)
-        self.head = nn.Linear(IN, OUT)
-        self.double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.first(self.first(x)))
-
-
-@given(run=runs(kind="tied"), size=sizes, setup=setups)
-def test_tied_is_used_twice(run: Run, size: int, setup: object) -> None:
-    """Training tied parameters is training one that is used twice."""
-    run = attrs.evolve(run, setup=setup)
-
-    def use_twice(world: af.World) -> Found:
-        tied = run.state(world)
-        state = af.TrainState.create(
-            model=UsedTwice,
-            optimizer=OPTIMIZERS[run.optimizer],
-            schedule=tied.schedule,
-            data=tied.data,
-            setup=setup,
-            world=world,
-            seed=run.seed,
-        )
-        # slots that begin at the parameters begin after these are in place
-        start = state.with_setup(af.chain()).with_params(tied.params)
-        return tensors(run.train(start.with_setup(setup))[0])
-
-    once = simulate(size, use_twice)
-    for (states, _), expected in zip(trained(size, run, setup), once, strict=True):
-        assert differences(expected, states[-1]) == []
 
 
 @given(run=runs(kind="tied"), setup=setups)

@@ -16,8 +16,8 @@ from torch import nn
 import accelfn as af
 from accelfn.testing import simulate
 from tests.internals import Update
-from tests.laws.worlds import DDP, params, single, trained
-from tests.strategies import LOSSES, Run, differences, runs, tensors
+from tests.laws.worlds import DDP, single, trained
+from tests.strategies import LOSSES, Run, differences, runs
 
 Tensors = dict[str, torch.Tensor]
 NORMS = st.sampled_from([1.0, 2.0, 3.0, math.inf])
@@ -210,33 +210,6 @@ def test_the_norm_is_torchs(lengths, dtypes, p, seed):
     found, _ = clip.grads(grads, None, begun(state, grads))
     expected = torch.nn.utils.get_total_norm([v for v in values if len(v)], p)
     assert torch.equal(expected, found.metrics["grad_norm"])
-
-
-@given(
-    run=runs(optimizer="sgd", loss="mean", schedule=False, updates=3),
-    size=st.sampled_from([1, 2]),
-    parts=st.integers(1, 3),
-    decay=st.floats(0.5, 1),
-)
-def test_ema_closed_form(run: Run, size: int, parts: int, decay: float) -> None:
-    """After T updates the average is d^T p(0) + (1 - d) sum of d^(T - t) p(t), or p bitwise."""
-    setup = af.chain(DDP, af.accumulate(num_micro_batches=parts), af.ema(decay))
-    start = params(tensors(run.state()))
-    for states, _ in trained(size, run, setup):
-        expected, still = start, list(start)
-        for found in states:
-            now = params(found)
-            expected = {
-                path: decay * expected[path] + (1 - decay) * now[path] for path in now
-            }
-            average = {
-                f"params.{path.removeprefix('slots.ema.')}": found[path]
-                for path in found
-                if path.startswith("slots.ema.")
-            }
-            assert differences(expected, average, within=1e-12) == []
-            still = [path for path in still if torch.equal(now[path], start[path])]
-            assert all(torch.equal(average[path], now[path]) for path in still)
 
 
 @given(
