@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 import accelfn as af
 from accelfn.testing import simulate
 from tests.internals import codec
+from tests.states import linear_state
 
 REMAINDERS = st.sampled_from(["short", "pad", "drop"])
 few = settings(max_examples=max(5, settings().max_examples // 20))
@@ -38,14 +39,8 @@ def read(
     seed: int = 0,
 ) -> list[af.Batch]:
     """Return a rank's batches, from a cursor on, at most `stop` of them."""
-    state = af.TrainState.create(
-        model=lambda: torch.nn.Linear(1, 1),
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.0),
-        data=data,
-        setup=af.chain(af.shard_data(), af.accumulate(num_micro_batches=parts)),
-        seed=seed,
-        world=world,
-    )
+    setup = af.chain(af.shard_data(), af.accumulate(num_micro_batches=parts))
+    state = linear_state(data=data, setup=setup, seed=seed, world=world)
     state = attrs.evolve(state, cursor=start or af.typing.Cursor())
     return list(islice(af.batches(state, until_epoch=epochs), stop))
 
@@ -141,12 +136,17 @@ class Counting(IterableDataset[torch.Tensor]):
         return (drawn(self.first + i) for i in range(self.n))
 
 
+def worker() -> tuple[int, int]:
+    """Return which of how many workers reads."""
+    info = get_worker_info()
+    return (0, 1) if info is None else (info.id, info.num_workers)
+
+
 class Dividing(Counting):
     """That gives each worker which it sees samples of its own, as torch's guide says."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        info = get_worker_info()
-        number, count = (0, 1) if info is None else (info.id, info.num_workers)
+        number, count = worker()
         return (drawn(self.first + i) for i in range(number, self.n, count))
 
 
@@ -158,8 +158,7 @@ class Remembering(Counting):
         self.state = {"given": 0}
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        info = get_worker_info()
-        number, count = (0, 1) if info is None else (info.id, info.num_workers)
+        number, count = worker()
         while (at := number + self.state["given"] * count) < self.n:
             self.state["given"] += 1
             yield drawn(self.first + at)
@@ -180,8 +179,7 @@ class Put(Counting):
         self.begin = self.given = 0
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        info = get_worker_info()
-        number, count = (0, 1) if info is None else (info.id, info.num_workers)
+        number, count = worker()
         self.given = self.begin
         while (at := number + self.given * count) < self.n:
             self.given += 1

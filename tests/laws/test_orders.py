@@ -7,10 +7,11 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils.data import (
     DataLoader,
@@ -21,8 +22,9 @@ from torch.utils.data import (
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.laws.reading import REMAINDERS, in_legs, joined, own, plain, read
+from tests.laws.reading import REMAINDERS, joined, own, plain, read
 from tests.laws.worlds import single
+from tests.states import linear_state
 
 SEEDS = st.integers(0, 2**40)
 WEIGHTS = st.lists(st.sampled_from([0, 0.5, 1, 3, 1e-9]), min_size=1, max_size=40)
@@ -37,6 +39,11 @@ def order_of(data: af.Data, seed: int, epoch: int = 0) -> list[int]:
 def numbers(n: int, order: object, **options: Any) -> af.Data:
     """Return data that are their own indices, in an order."""
     return af.Data(torch.arange(n), order=order, **{"global_batch_size": 3, **options})
+
+
+def by(n: int, size: Any, order: object = None, **options: Any) -> af.Data:
+    """Return data that are their own indices, in batches of a size."""
+    return numbers(n, order, global_batch_size=size, **options)
 
 
 def chi_square(found: Counter[Any], expected: dict[Any, float]) -> float:
@@ -85,27 +92,21 @@ def a_loop(seed: int, epoch: int, n: int) -> list[int]:
 
 
 KINDS: dict[str, Callable[[int, int, list[int]], af.Data]] = {
-    "in order": lambda n, size, _: numbers(n, None, global_batch_size=size),
-    "shuffled": lambda n, size, _: numbers(
-        n, None, global_batch_size=size, shuffle=True
+    "in order": lambda n, size, _: by(n, size),
+    "shuffled": lambda n, size, _: by(n, size, shuffle=True),
+    "own": lambda n, size, _: by(n, size, a_loop),
+    "weighted": lambda n, size, costs: by(n, size, af.orders.weighted(costs)),
+    "without replacement": lambda n, size, costs: by(
+        n, size, af.orders.weighted(costs, replacement=False)
     ),
-    "own": lambda n, size, _: numbers(n, a_loop, global_batch_size=size),
-    "weighted": lambda n, size, costs: numbers(
-        n, af.orders.weighted(costs), global_batch_size=size
+    "bucketed": lambda n, size, costs: by(n, size, af.orders.bucketed(costs, window=7)),
+    "budget": lambda n, size, costs: by(
+        n, af.token_budget(costs, limit=9 * size), shuffle=True
     ),
-    "without replacement": lambda n, size, costs: numbers(
-        n, af.orders.weighted(costs, replacement=False), global_batch_size=size
-    ),
-    "bucketed": lambda n, size, costs: numbers(
-        n, af.orders.bucketed(costs, window=7), global_batch_size=size
-    ),
-    "budget": lambda n, size, costs: numbers(
-        n, None, shuffle=True, global_batch_size=af.token_budget(costs, limit=9 * size)
-    ),
-    "bucketed budget": lambda n, size, costs: numbers(
+    "bucketed budget": lambda n, size, costs: by(
         n,
+        af.token_budget(costs, limit=9 * size, padded=False),
         af.orders.bucketed(costs, window=7),
-        global_batch_size=af.token_budget(costs, limit=9 * size, padded=False),
     ),
     "sampler": lambda n, size, _: sampled(n, size, Listed([*range(n), 0, n - 1])),
     "random sampler": lambda n, size, _: sampled(
@@ -174,12 +175,7 @@ def test_every_order_is_evaluated_on_each_sample_once(data: af.Data, size: int) 
     """Whatever is drawn, left out or repeated in training: held out, each sample counts once."""
 
     def rank(world: af.World) -> tuple[list[int], float]:
-        state = af.TrainState.create(
-            model=partial(torch.nn.Linear, 1, 1),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            setup=af.shard_data(),
-            world=world,
-        )
+        state = linear_state(setup=af.shard_data(), world=world)
         seen = af.predict(state, data, lambda _, batch: batch)
         counted = af.evaluate(
             state, data, lambda _, batch: af.Loss(batch.double().sum(), len(batch))
@@ -205,16 +201,10 @@ def test_every_order_is_evaluated_on_each_sample_once(data: af.Data, size: int) 
 )
 def test_no_sample_is_lost_between_blocks(n, batch_size, size, start, *, shuffle):
     """However batches lie across the blocks in which a long order is computed."""
-    data, at = (
-        af.Data(torch.arange(n), global_batch_size=batch_size, shuffle=shuffle),
-        start,
-    )
-
-    def rank(world: af.World) -> list[af.Batch]:
-        return read(world, data, epochs=1, start=af.typing.Cursor(0, at))
-
-    found = joined(simulate(size, rank))
-    assert flat(found) == order_of(data, 0)[start:]
+    data = by(n, batch_size, shuffle=shuffle)
+    at = af.typing.Cursor(0, start)
+    ranks = simulate(size, lambda world: read(world, data, epochs=1, start=at))
+    assert flat(joined(ranks)) == order_of(data, 0)[start:]
 
 
 class Asked:
@@ -243,8 +233,7 @@ def test_a_rank_asks_for_no_position_but_its_own(n, batch_size, size, parts, rem
 
     def rank(world: af.World) -> None:
         asked = Asked(n)
-        order = lambda _seed, _epoch, _n: asked  # noqa: E731 - of this rank
-        data = numbers(n, order, global_batch_size=batch_size, remainder=remainder)
+        data = by(n, batch_size, lambda *_: asked, remainder=remainder)
         batches = read(world, data, parts=parts, epochs=1)
         indices = flat([batch.indices.tolist() for batch in batches])
         assert indices == asked.positions
@@ -293,37 +282,28 @@ def test_a_long_shuffle_has_each_index_once(n):
     assert (times == 1).all()
 
 
-# weighted
-
-
-# bucketed, and budgets
+def test_shuffle_is_even():
+    """Over many seeds each index comes to each position about equally often."""
+    n, draws = 6, 3000
+    data = af.Data(range(n), global_batch_size=n, shuffle=True)
+    found = [enumerate(order_of(data, seed)) for seed in range(draws)]
+    places = Counter(chain.from_iterable(found))
+    even = {(place, index): 1 / n**2 for place in range(n) for index in range(n)}
+    assert chi_square(places, even) < 60  # 25 degrees of freedom: P(> 60) is 1e-4
 
 
 # samplers
 
 
-@given(
-    indices=st.lists(st.integers(0, 11), min_size=1, max_size=30),
-    batch_size=st.integers(1, 8),
-    size=st.integers(1, 8),
-)
-def test_samplers_are_kept(indices: list[int], batch_size: int, size: int) -> None:
-    """A sampler's own indices come, in its order, epoch after epoch, dealt by position."""
-    data = sampled(12, batch_size, Listed(indices))
-    ranks = list(simulate(size, lambda world: read(world, data)))
-    turned = [*indices[1:], *indices[:1]]
-    assert flat(joined(ranks)) == [*indices, *turned]
-
-
 @given(seed=SEEDS, size=st.integers(1, 8), batch_size=st.integers(1, 5))
 def test_random_samplers_are_functions_of_the_epoch(seed, size, batch_size):
     """Samplers that draw give all ranks one epoch, again the same; others and seeds differ."""
-    samplers = {
-        "subset": SubsetRandomSampler(range(2, 20)),
-        "weighted": WeightedRandomSampler([0.0, 1.0, 1.0, 2.0] * 5, 18),
-        "generator": RandomSampler(range(18), generator=torch.Generator()),
-    }
-    for name, sampler in samplers.items():
+    samplers = [
+        SubsetRandomSampler(range(2, 20)),
+        WeightedRandomSampler([0.0, 1.0, 1.0, 2.0] * 5, 18),
+        RandomSampler(range(18), generator=torch.Generator()),
+    ]
+    for sampler in samplers:
         data = sampled(20, batch_size, sampler)
         ranks = list(simulate(size, partial(read, data=data, seed=seed)))
         drawn = flat(joined(ranks))
@@ -331,41 +311,87 @@ def test_random_samplers_are_functions_of_the_epoch(seed, size, batch_size):
         first, second = drawn[:18], drawn[18:]
         assert first != second
         assert drawn != own(read(single(), data, seed=seed + 1))
-        if name == "weighted":
+        if isinstance(sampler, WeightedRandomSampler):
             assert all(i % 4 for i in drawn)
         else:
-            kept = range(2, 20) if name == "subset" else range(18)
+            kept = getattr(sampler, "indices", range(18))
             assert sorted(first) == sorted(second) == list(kept)
 
 
+# mixes
+
+
+@st.composite
+def mixes(draw: st.DrawFn, least: int, most: int) -> tuple[Any, ...]:
+    """Draw lengths, weights, whether to shuffle, and a mix of datasets of these."""
+    lengths = draw(st.lists(st.integers(least, most), min_size=1, max_size=4))
+    weights = [draw(st.sampled_from([1, 2, 0.3, 7.5])) for _ in lengths]
+    datasets, shuffle = [torch.arange(n) for n in lengths], draw(st.booleans())
+    data = af.Data.mix(datasets, weights=weights, shuffle=shuffle, global_batch_size=3)
+    return lengths, weights, shuffle, data
+
+
+@given(mix=mixes(40, 200), seed=SEEDS)
+def test_mixes_have_their_shares_in_every_block(mix, seed):
+    """Behind every 64 positions each dataset has had its share, to within one sample."""
+    lengths, weights, _, data = mix
+    shares = np.array(weights) / sum(weights)
+    block = data.ordering.block  # 64 positions, or four to the least share
+    epochs = range(3 * block // len(data) + 1)
+    through = np.array([i for e in epochs for i in order_of(data, seed, e)])
+    whose = np.searchsorted(np.cumsum(lengths), through, side="right")
+    for stop in range(block, len(through) + 1, block):
+        counts = np.bincount(whose[:stop], minlength=len(lengths))
+        assert (np.abs(counts - shares * stop) < 1 + 1e-6).all()
+        counts = np.bincount(whose[stop - block : stop], minlength=len(lengths))
+        assert (np.abs(counts - shares * block) < 2 + 1e-6).all()
+
+
+@given(mix=mixes(1, 40), seed=SEEDS)
+def test_mixes_go_through_each_dataset(mix, seed):
+    """No sample of a dataset comes again before all of it have come, over all epochs."""
+    lengths, _, shuffle, data = mix
+    through = [i for epoch in range(4) for i in order_of(data, seed, epoch)]
+    first = 0
+    for n in lengths:
+        its = [i - first for i in through if first <= i < first + n]
+        passes = [its[i : i + n] for i in range(0, len(its), n)]
+        assert all(sorted(each) == list(range(n)) for each in passes if len(each) == n)
+        assert all(len(set(each)) == len(each) for each in passes)
+        if not shuffle:
+            assert its == [i % n for i in range(len(its))]
+        first += n
+
+
+def as_lists(samples: list[torch.Tensor]) -> torch.Tensor:
+    """Collate otherwise than torch does."""
+    return torch.stack([each + 1 for each in samples])
+
+
 @given(
-    batches=st.lists(
-        st.lists(st.integers(0, 11), min_size=1, max_size=6), min_size=1, max_size=9
+    n=st.integers(1, 12),
+    batch_size=st.integers(1, 5),
+    options=st.fixed_dictionaries(
+        {
+            "remainder": REMAINDERS,
+            "collate": st.sampled_from([None, as_lists]),
+            "timeout": st.sampled_from([300.0, 7.0]),
+            "num_workers": st.integers(0, 2),
+        }
     ),
-    legs=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 4)), max_size=3),
+    size=st.integers(1, 3),
 )
-def test_batch_samplers_are_kept(batches, legs):
-    """A batch sampler's lists are the updates, on any ranks, cut and resumed on others."""
-    data = af.Data(torch.arange(12), batch_sampler=Listed(batches))
-    found = in_legs(legs, lambda _world: data)
-    turned = [*batches[1:], *batches[:1]]
-    assert flat(map(joined, found)) == [*batches, *turned]
-
-
-# mixes and zips
-
-
-# one's own
-
-
-@given(
-    n=st.integers(1, 60),
-    batch_size=st.integers(1, 9),
-    size=st.integers(1, 8),
-    seed=SEEDS,
-)
-def test_an_order_of_ones_own_is_followed(n, batch_size, size, seed):
-    """A function (seed, epoch, n) says the order of each epoch, on any ranks."""
-    data = numbers(n, a_loop, global_batch_size=batch_size)
-    ranks = list(simulate(size, lambda world: read(world, data, seed=seed)))
-    assert flat(joined(ranks)) == [*a_loop(seed, 0, n), *a_loop(seed, 1, n)]
+def test_options_of_a_mix_are_those_of_data(n, batch_size, options, size):
+    """A mix of one dataset is that dataset, with any options."""
+    assume(options["remainder"] != "drop" or batch_size <= n)
+    rows = torch.arange(n)
+    whole = af.Data(rows, global_batch_size=batch_size, **options)
+    mix = af.Data.mix([rows], global_batch_size=batch_size, **options)
+    assert (whole.num_workers, whole.timeout) == (mix.num_workers, mix.timeout)
+    one, other = (attrs.evolve(each, num_workers=0) for each in (whole, mix))
+    for found, expected in zip(
+        simulate(size, lambda world: read(world, other)),
+        simulate(size, lambda world: read(world, one)),
+        strict=True,
+    ):
+        assert plain(found) == plain(expected)

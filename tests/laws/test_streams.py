@@ -33,17 +33,17 @@ from tests.laws.reading import (
     own,
     plain,
     read,
+    some,
 )
 from tests.laws.worlds import single
+from tests.states import linear_state
 
 pytestmark = on_one_core
-STATEFUL = {
-    "of the dataset": Remembering,
-    "of its iterators": Placed,
-    "of where they begin": Put,
-}
-READ = {"each": {}, "by rank 0": {"dispatch": True}}
+STATEFUL = Remembering, Placed, Put
+READ = [{}, {"dispatch": True}]
 """Who reads a stream."""
+HOW = st.sampled_from(READ)
+KIND = st.sampled_from(STATEFUL)
 sizes = st.integers(1, 8)
 lengths = st.one_of(st.integers(1, 12), st.integers(13, 200))
 
@@ -120,20 +120,18 @@ def is_the_map(
     simulate(size, one)
 
 
-@given(case=cases(), size=sizes, kind=st.sampled_from([Counting, Remembering, Placed]))
-def test_a_stream_is_read_as_if_by_index(
-    case: Case, size: int, kind: Callable[[int], Any]
-) -> None:
-    """Values, draws, weights, filler and ends are those of a map-style dataset, on any ranks."""
-    is_the_map(case, size, kind)
+@given(
+    case=cases(),
+    size=sizes,
+    kind=st.sampled_from([Counting, Remembering, Placed]),
+    how=HOW,
+)
+def test_a_stream_is_read_as_if_by_index(case, size, kind, how):
+    """Values, draws, weights, filler and ends are those of a map-style dataset, on any ranks.
 
-
-@given(case=cases(), size=sizes, kind=st.sampled_from([Counting, Remembering, Placed]))
-def test_dispatched_is_as_if_each_read(
-    case: Case, size: int, kind: Callable[[int], Any]
-) -> None:
-    """With dispatch=True every rank has, bitwise, what it would have read itself."""
-    is_the_map(case, size, kind, dispatch=True)
+    With dispatch=True every rank has, bitwise, what it would have read itself.
+    """
+    is_the_map(case, size, kind, **how)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -158,136 +156,71 @@ def test_a_stream_goes_on_from_any_sample(case: Case, place: int) -> None:
         assert told(read(single(), data, **how)) == told(expected)
 
 
-@given(case=cases(), size=sizes)
-def test_a_stream_comes_once(case: Case, size: int) -> None:
-    """Every epoch has each sample once; drop leaves out, and pad repeats, as many as it says."""
-    ranks = list(simulate(size, lambda world: read(world, case.data(Counting(case.n)))))
-    seen = [i for update in joined(ranks) for i in update]
-    used = case.n
-    if case.remainder == "drop":
-        used -= case.n % case.batch_size
-    assert seen == [*range(used), *range(used)]
-    last = [batches[-1] for batches in ranks]
-    repeats = [i for b in last for i in b.indices[b.filler].tolist()]
-    weight = sum(sum(batch.weights) for batch in last)
-    short = case.n % case.batch_size
-    expected = short if case.remainder == "short" and short else case.batch_size
-    assert weight == expected == last[0].num_samples
-    values = [x for b in last for part in b.micro_batches for x in part[:, 0].tolist()]
-    if case.remainder == "pad" and short and size == 1 and case.parts == 1:
-        assert len(repeats) == case.batch_size - short
-        head = [i % case.n for i in range(case.batch_size - short)]
-        assert values[short:] == head
-
-
 # resuming
+
+
+def place_of(batch: af.Batch) -> tuple[Any, ...]:
+    return batch.start, batch.cursor, batch.num_samples, batch.ends_epoch
+
+
+def rows_of(batch: af.Batch) -> list[list[float]]:
+    """Return the samples that count."""
+    parts = zip(batch.micro_batches, batch.weights, strict=True)
+    return [row for part, weight in parts for row in part[:weight].tolist()]
 
 
 @given(
     case=cases(),
     legs=st.lists(st.tuples(sizes, st.integers(0, 6)), max_size=3),
-    kind=st.sampled_from(sorted(STATEFUL)),
-    how=st.sampled_from(sorted(READ)),
+    kind=KIND,
+    reader=HOW,
 )
-def test_a_stream_goes_on_where_it_was_cut(
-    case: Case, legs: list[tuple[int, int]], kind: str, how: str
-) -> None:
+def test_a_stream_goes_on_where_it_was_cut(case, legs, kind, reader):
     """Cut at any updates, on other ranks each time, a stateful stream gives the very rest."""
 
-    def make(_world: af.World) -> af.Data:
-        return case.data(STATEFUL[kind](case.n), **READ[how])
-
-    found = in_legs(legs, make, parts=case.parts, seed=case.seed)
+    how = {"parts": case.parts, "seed": case.seed}
+    found = in_legs(legs, lambda _: case.data(kind(case.n), **reader), **how)
     updates = [update for ranks in found for update in zip(*ranks, strict=True)]
-    expected = case.alone()
-    assert len(updates) == len(expected)
-    for update, whole in zip(updates, expected, strict=True):
-        for batch in update:
-            places = batch.start, batch.cursor, batch.num_samples, batch.ends_epoch
-            assert places == (
-                whole.start,
-                whole.cursor,
-                whole.num_samples,
-                whole.ends_epoch,
-            )
-        rows = [
-            row
-            for batch in update
-            for part, weight in zip(batch.micro_batches, batch.weights, strict=True)
-            for row in part[:weight].tolist()
-        ]
-        once = zip(whole.micro_batches, whole.weights, strict=True)
-        assert rows == [row for part, weight in once for row in part[:weight].tolist()]
+    for update, whole in zip(updates, case.alone(), strict=True):
+        assert {place_of(batch) for batch in update} == {place_of(whole)}
+        assert [row for batch in update for row in rows_of(batch)] == rows_of(whole)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 @given(
     data=st.data(),
     legs=st.lists(st.tuples(st.integers(1, 2), st.integers(0, 3)), max_size=2),
-    kind=st.sampled_from(sorted(STATEFUL)),
+    kind=KIND,
 )
 @few
-def test_workers_that_read_ahead_are_resumed(
-    workers: int, data: st.DataObject, legs: list[tuple[int, int]], kind: str
-) -> None:
+def test_workers_that_read_ahead_are_resumed(workers, data, legs, kind):
     """What workers had read ahead of a cut comes again, and nothing else does."""
     case = attrs.evolve(data.draw(cases(workers)), parts=1)
-    found = in_legs(legs, lambda _: case.data(STATEFUL[kind](case.n)), seed=case.seed)
+    found = in_legs(legs, lambda _: case.data(kind(case.n)), seed=case.seed)
     updates = [update for ranks in found for update in joined(ranks)]
     assert updates == [own([batch]) for batch in case.alone()]
 
 
-@given(case=cases(), cuts=st.lists(st.integers(0, 40), min_size=2, max_size=2))
-def test_elastic_streams_come_once(case: Case, cuts: list[int]) -> None:
-    """On 4 ranks, then 2, then 3, each epoch has each sample once, in the stream's order."""
-    legs = [(4, cuts[0]), (2, cuts[1])]
-    found = in_legs(legs, lambda _: case.data(Remembering(case.n)), 3, parts=case.parts)
-    seen = [i for ranks in found for update in joined(ranks) for i in update]
-    used = case.n - (case.n % case.batch_size if case.remainder == "drop" else 0)
-    assert seen == [*range(used), *range(used)]
-
-
-@given(case=cases(), at=st.integers(0, 20))
-def test_a_stream_is_read_again(case: Case, at: int) -> None:
-    """Without a state it goes on at a cut only with replay=True, and then gives the rest."""
-    given = case.data(Counting(case.n))
-    whole = read(single(), given)
-    cursor = whole[min(at, len(whole) - 1)].cursor
-    rest = whole[min(at, len(whole) - 1) + 1 :]
-    if cursor.samples:
-        with pytest.raises(af.errors.DataError, match="stream without a state"):
-            read(single(), given, start=cursor)
-    again = read(single(), case.data(Counting(case.n), replay=True), start=cursor)
-    assert plain(again) == plain(rest)
-
-
 @given(
     case=cases(),
-    kind=st.sampled_from(sorted(STATEFUL)),
-    how=st.sampled_from(sorted(READ)),
+    kind=KIND,
+    how=HOW,
     saves=st.sets(st.integers(0, 30), max_size=2),
     peeks=st.sets(st.integers(0, 30), max_size=3),
     size=st.integers(1, 3),
 )
-def test_saving_and_peeking_change_nothing(
-    case: Case, kind: str, how: str, saves: set[int], peeks: set[int], size: int
-) -> None:
+def test_saving_and_peeking_change_nothing(case, kind, how, saves, peeks, size):
     """A stream whose state is saved, or read on from in another loop, comes as if it was not."""
 
     def make() -> af.Data:
-        return case.data(STATEFUL[kind](case.n), **READ[how])
+        return case.data(kind(case.n), **how)
 
     def one(world: af.World) -> None:
         expected = plain(read(world, make()))
         found = []
         step = af.make_step(lambda net, batch: net(batch[:, :1].float()).mean())
-        state = af.TrainState.create(
-            model=lambda: torch.nn.Linear(1, 1),
-            optimizer=lambda named: torch.optim.SGD(named, lr=0.0),
-            data=make(),
-            setup=af.shard_data() if world.size == 1 else SHARDED,
-            world=world,
-        )
+        setup = af.chain(af.shard_data(), af.wrap_ddp() if world.size > 1 else None)
+        state = linear_state(data=make(), setup=setup, world=world)
         for i, batch in enumerate(af.batches(state, until_epoch=2)):
             found.append(batch)
             state, _ = step(state, batch)
@@ -302,22 +235,17 @@ def test_saving_and_peeking_change_nothing(
         simulate(size, one)
 
 
-SHARDED = af.chain(af.shard_data(), af.wrap_ddp())
-
-
 @given(
     case=cases(),
-    kind=st.sampled_from(sorted(STATEFUL)),
-    how=st.sampled_from([*READ.values(), {"sharded": True}]),
+    kind=KIND,
+    how=st.sampled_from([*READ, {"sharded": True}]),
     stops=st.lists(st.integers(0, 30), min_size=1, max_size=3),
 )
-def test_each_reading_begins_at_the_beginning(
-    case: Case, kind: str, how: dict[str, bool], stops: list[int]
-) -> None:
+def test_each_reading_begins_at_the_beginning(case, kind, how, stops):
     """Of a stream that keeps what it is given, however far others of it have come."""
     case = attrs.evolve(case, remainder="short")
-    expected = plain(read(single(), case.data(STATEFUL[kind](case.n), **how)))
-    data = case.data(STATEFUL[kind](case.n), **how)
+    expected = plain(read(single(), case.data(kind(case.n), **how)))
+    data = case.data(kind(case.n), **how)
     for stop in [*stops, None]:
         assert plain(read(single(), data, stop=stop)) == expected[:stop]
 
@@ -372,13 +300,8 @@ def test_a_stream_with_one_state_is_read_by_one_loop(kind: Any, by: str) -> None
     stream = kind(8)
 
     def loop(world: af.World) -> Any:
-        state = af.TrainState.create(
-            model=lambda: torch.nn.Linear(1, 1),
-            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-            data=af.Data(stream, global_batch_size=2),
-            setup=af.shard_data(),
-            world=world,
-        )
+        data = af.Data(stream, global_batch_size=2)
+        state = linear_state(data=data, setup=af.shard_data(), world=world)
         return af.batches(state, until_epoch=2)
 
     def one(world: af.World) -> list[int]:
@@ -402,33 +325,13 @@ def test_a_stream_with_one_state_is_read_by_one_loop(kind: Any, by: str) -> None
         assert run() == [[*range(8)] * 2] * 2
 
 
-# draws
-
-
-@given(
-    n=st.integers(2, 20),
-    batch_size=st.integers(1, 6),
-    how=st.sampled_from(sorted(READ)),
-    seed=st.integers(0, 2**40),
-)
-def test_a_stream_draws_anew_at_every_place(n, batch_size, how, seed):
-    """What torch, numpy and Python draw differs between positions, epochs and seeds."""
-    rows = []
-    for each in (seed, seed + 2**32):
-        data = af.Data(Counting(n), global_batch_size=batch_size, **READ[how])
-        for batch in read(single(), data, seed=each):
-            rows += batch.value[:, 1:].tolist()
-    for column in zip(*rows, strict=True):
-        assert len(set(column)) == 4 * n
-
-
 @given(
     n=st.integers(1, 12),
     batch_size=st.integers(1, 5),
     remainder=REMAINDERS,
     size=st.integers(1, 4),
     kind=st.sampled_from([Counting, Remembering, Placed]),
-    how=st.sampled_from([*READ]),
+    how=HOW,
 )
 def test_a_stream_is_evaluated_on_each_sample_once(
     n, batch_size, remainder, size, kind, how
@@ -436,13 +339,9 @@ def test_a_stream_is_evaluated_on_each_sample_once(
     """Whatever becomes of a short batch in training, and wherever another evaluation was left."""
 
     def rank(world: af.World) -> None:
-        state = af.TrainState.create(
-            model=lambda: torch.nn.Linear(1, 1),
-            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-            world=world,
-        )
+        state = linear_state(world=world)
         data = af.Data(
-            kind(n), global_batch_size=batch_size, remainder=remainder, **READ[how]
+            kind(n), global_batch_size=batch_size, remainder=remainder, **how
         )
         for _ in range(2):
             seen = af.predict(state, data, lambda _, batch: batch[:, 0])
@@ -453,3 +352,113 @@ def test_a_stream_is_evaluated_on_each_sample_once(
             assert found["value"] == pytest.approx((n - 1) / 2)
 
     simulate(size, rank)
+
+
+# streams of unequal lengths, one for each rank
+
+OF_RANKS = st.lists(st.integers(1, 9), min_size=1, max_size=8)
+
+
+def of_rank(counts: list[int], kind: Callable[..., Any], case: Case) -> Any:
+    """Return a function that gives a rank's own data: so many samples from 100 times it."""
+
+    def make(world: af.World) -> af.Data:
+        dataset = kind(counts[world.rank], 100 * world.rank)
+        return af.Data(
+            dataset,
+            global_batch_size=case.batch_size,
+            num_workers=case.workers,
+            sharded=True,
+        )
+
+    return make
+
+
+def check_sharded(ranks: list[list[af.Batch]], counts: list[int], case: Case) -> None:
+    """Check that each rank's samples come once an epoch, and ranks agree on all else."""
+    assert all(
+        len({*map(place_of, update)}) == 1 for update in zip(*ranks, strict=True)
+    )
+    for rank, batches in enumerate(ranks):
+        mine = [100 * rank + i for i in range(counts[rank])]
+        for epoch in (0, 1):
+            of_epoch = [b for b in batches if b.epoch == epoch]
+            seen = [int(row[0]) for batch in of_epoch for row in rows_of(batch)]
+            assert (seen if case.workers < 2 else sorted(seen)) == mine
+            ends = [batch.ends_epoch for batch in of_epoch]
+            assert ends == [False] * (len(ends) - 1) + [True]
+    for update in zip(*ranks, strict=True):
+        start = update[0].start.samples
+        assert joined([[b] for b in update]) == [
+            [*range(start, start + update[0].num_samples)]
+        ]
+        weights = [sum(batch.weights) for batch in update]
+        assert sum(weights) == update[0].num_samples <= max(case.batch_size, len(ranks))
+        assert weights == [int((~batch.filler).sum()) for batch in update]
+        assert any(weights)
+        for batch in update:
+            rows = sum(map(len, batch.micro_batches))
+            assert rows == len(batch.indices) == len(batch.filler)
+
+
+def check_resumed(found: list[af.Batch], expected: list[af.Batch]) -> None:
+    """Check that a rank's batches are those of an uninterrupted run, but for stand-ins."""
+    for one, two in zip(found, expected, strict=True):
+        assert one.weights == two.weights
+        assert place_of(one) == place_of(two)
+        assert rows_of(one) == rows_of(two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+@given(counts=st.lists(st.integers(1, 7), min_size=1, max_size=2), data=st.data())
+@some
+def test_workers_of_unequal_streams_see_each_sample_once(
+    workers: int, counts: list[int], data: st.DataObject
+) -> None:
+    """With workers too, whether whole or cut and resumed, in which their state is kept."""
+    case = Case(0, data.draw(st.integers(1, 6)), workers=workers)
+    make = of_rank(counts, Remembering, case)
+    whole = simulate(len(counts), lambda world: read(world, make(world)))
+    check_sharded(list(whole), counts, case)
+    stop = data.draw(st.integers(1, len(whole[0])))
+    legs = in_legs([(len(counts), stop)], make, len(counts))
+    for rank, expected in enumerate(whole):
+        check_resumed([batch for leg in legs for batch in leg[rank]], expected)
+
+
+@given(
+    counts=OF_RANKS,
+    batch_size=st.integers(1, 12),
+    parts=st.integers(1, 3),
+    cuts=st.lists(st.integers(1, 5), max_size=3),
+    kind=KIND,
+)
+def test_unequal_streams_go_on_where_they_were_cut(
+    counts, batch_size, parts, cuts, kind
+):
+    """With sharded=True ranks end together, and each has its own samples, once.
+
+    Cut at any updates, behind a rank's end too, every rank has the very rest.
+    """
+    case, size = Case(0, batch_size), len(counts)
+    make = of_rank(counts, kind, case)
+    whole = list(simulate(size, lambda world: read(world, make(world), parts=parts)))
+    check_sharded(whole, counts, case)
+    legs = in_legs([(size, cut) for cut in cuts], make, size, parts=parts)
+    for rank, expected in enumerate(whole):
+        check_resumed([batch for leg in legs for batch in leg[rank]], expected)
+
+
+@given(n=st.integers(2, 9), batch_size=st.integers(1, 6), seed=st.integers(0, 2**40))
+@some
+def test_workers_of_unequal_streams_draw_apart(n, batch_size, seed):
+    """What torch, numpy and Python draw differs by worker, place and epoch."""
+    make = of_rank([n], Remembering, Case(0, batch_size, workers=2))
+    rows = [
+        row
+        for batch in read(single(), make(single()), seed=seed)
+        for row in batch.value[:, 1:].tolist()
+    ]
+    for column in zip(*rows, strict=True):
+        assert len(set(column)) == 2 * n
