@@ -49,7 +49,7 @@ class Place:
     index: int = 0
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Row:
     """One kind of draws.
 
@@ -286,7 +286,11 @@ class Own(IterableDataset[torch.Tensor]):
         return (torch.tensor(of_three()) for _ in range(8))
 
 
-def sample(make: Callable[[], af.Data], columns: slice) -> Any:
+def _four(dataset: Any, **options: Any) -> Callable[[], af.Data]:
+    return lambda: af.Data(dataset, global_batch_size=4, **options)
+
+
+def sample(make: Callable[[], af.Data], columns: slice = slice(3)) -> Any:
     """Return what draws a sample: that of the place's index, in its epoch."""
 
     def draw(place: Place, world: af.World) -> Draws:
@@ -305,7 +309,7 @@ def as_a_loader(dataset: Any) -> Callable[[], af.Data]:
 
 def order(**options: Any) -> Callable[[Place], Any]:
     """Return what draws an epoch's order."""
-    return lambda place: ordered(af.Data(range(N), **options), place)
+    return lambda place: ordered(_four(range(N), **options)(), place)
 
 
 def ordered(data: af.Data, place: Place) -> Any:
@@ -368,188 +372,161 @@ def of_a_simulated_rank(place: Place) -> Draws:
 
 
 _OF_STATE = "seed name step skipped"
+_BY_INDEX = "data.dataset.Data.epoch data.loaders.Fetch.__call__"
+_OF_STREAM = "data.reading.Stream._open data.reading.Opened.read"
+_EVALUATION = "loop.evaluate._Evaluation.__init__ loop.evaluate._Evaluation.run"
 ROWS = [
+    Row("first weights", on_rank(weights), "seed name", "model.model.materialize"),
     Row(
-        name="first weights",
-        draws=on_rank(weights),
-        apart="seed name",
-        at="model.model.materialize",
+        "first buffers, beside parts",
+        on_rank(buffers_beside_parts),
+        "seed name",
+        "model.drawn.build_on_meta",
     ),
     Row(
-        name="first buffers, beside parts",
-        draws=on_rank(buffers_beside_parts),
-        apart="seed name",
-        at="model.drawn.build_on_meta",
+        "first weights of a module",
+        on_rank(weights_of_a_module),
+        "seed name index",
+        "model.drawn.draw_params",
     ),
     Row(
-        name="first weights of a module",
-        draws=on_rank(weights_of_a_module),
-        apart="seed name index",
-        at="model.drawn.draw_params",
+        "a loss",
+        on_rank(in_a_loss),
+        f"{_OF_STATE} rank micro_batch",
+        "engine.engine.Engine.value_and_grad",
     ),
     Row(
-        name="a loss",
-        draws=on_rank(in_a_loss),
-        apart=f"{_OF_STATE} rank micro_batch",
-        at="engine.engine.Engine.value_and_grad",
+        "between layers that are split",
+        in_split_layers,
+        f"{_OF_STATE} rank micro_batch call",
+        "model_parallel.layers.PerRankRng.draw",
     ),
     Row(
-        name="between layers that are split",
-        draws=in_split_layers,
-        apart=f"{_OF_STATE} rank micro_batch call",
-        at="model_parallel.layers.PerRankRng.draw",
+        "evaluate",
+        on_rank(in_evaluation(evaluated)),
+        "seed name rank call",
+        _EVALUATION,
     ),
     Row(
-        name="evaluate",
-        draws=on_rank(in_evaluation(evaluated)),
-        apart="seed name rank call",
-        at="loop.evaluate._Evaluation.__init__ loop.evaluate._Evaluation.run",
+        "predict", on_rank(in_evaluation(predicted)), "seed name rank call", _EVALUATION
     ),
     Row(
-        name="predict",
-        draws=on_rank(in_evaluation(predicted)),
-        apart="seed name rank call",
-        at="loop.evaluate._Evaluation.__init__ loop.evaluate._Evaluation.run",
+        "a user's, by rank",
+        on_rank(partial(by_rng, shared=False)),
+        "seed name step rank purpose",
+        "state.views.fork_rng",
     ),
     Row(
-        name="a user's, by rank",
-        draws=on_rank(partial(by_rng, shared=False)),
-        apart="seed name step rank purpose",
-        at="state.views.fork_rng",
+        "a user's, shared",
+        on_rank(partial(by_rng, shared=True)),
+        "seed name step purpose",
+        "state.views.fork_rng",
     ),
     Row(
-        name="a user's, shared",
-        draws=on_rank(partial(by_rng, shared=True)),
-        apart="seed name step purpose",
-        at="state.views.fork_rng",
+        "a transform's",
+        on_rank(in_a_transform),
+        f"{_OF_STATE} purpose",
+        "state.update.draws_for",
     ),
     Row(
-        name="a transform's",
-        draws=on_rank(in_a_transform),
-        apart=f"{_OF_STATE} purpose",
-        at="state.update.draws_for",
+        "an optimizer's",
+        on_rank(in_an_update),
+        "seed name step skipped",
+        "state.update.draws_for",
     ),
     Row(
-        name="an optimizer's",
-        draws=on_rank(in_an_update),
-        apart="seed name step skipped",
-        at="state.update.draws_for",
+        "factors of PowerSGD",
+        on_rank(of_powersgd),
+        "seed name purpose index",
+        "engine.ddp.LowRank._draw_factor",
+    ),
+    Row("samples", on_rank(sample(_four(Items()))), "seed epoch index rank", _BY_INDEX),
+    Row(
+        "samples of a loader",
+        on_rank(sample(as_a_loader(Items()))),
+        "seed epoch index rank",
+        _BY_INDEX,
     ),
     Row(
-        name="factors of PowerSGD",
-        draws=on_rank(of_powersgd),
-        apart="seed name purpose index",
-        at="engine.ddp.LowRank._draw_factor",
+        "samples of a stream",
+        on_rank(sample(_four(Stream()), slice(3, 6))),
+        "seed epoch index rank",
+        _OF_STREAM,
     ),
     Row(
-        name="samples",
-        draws=on_rank(sample(lambda: af.Data(Items(), global_batch_size=4), slice(3))),
-        apart="seed epoch index rank",
-        at="data.dataset.Data.epoch data.loaders.Fetch.__call__",
+        "samples of a loader's stream",
+        on_rank(sample(as_a_loader(Stream()), slice(3, 6))),
+        "seed epoch index rank",
+        _OF_STREAM,
     ),
     Row(
-        name="samples of a loader",
-        draws=on_rank(sample(as_a_loader(Items()), slice(3))),
-        apart="seed epoch index rank",
-        at="data.dataset.Data.epoch data.loaders.Fetch.__call__",
+        "a stream's beginning",
+        on_rank(sample(_four(Stream()))),
+        "seed epoch",
+        "data.reading.Opened.__init__",
     ),
     Row(
-        name="samples of a stream",
-        draws=on_rank(
-            sample(lambda: af.Data(Stream(), global_batch_size=4), slice(3, 6))
-        ),
-        apart="seed epoch index rank",
-        at="data.reading.Stream._open data.reading.Opened.read",
+        "samples of a rank's own stream",
+        on_rank(sample(_four(Own(), sharded=True))),
+        "seed epoch index rank",
+        "data.reading.Sharded._key data.reading.Counted.__iter__",
     ),
     Row(
-        name="samples of a loader's stream",
-        draws=on_rank(sample(as_a_loader(Stream()), slice(3, 6))),
-        apart="seed epoch index rank",
-        at="data.reading.Stream._open data.reading.Opened.read",
+        "shuffled",
+        order(shuffle=True),
+        "seed epoch",
+        "data.order.Shuffled.of_epoch data.order.shuffle_positions",
     ),
     Row(
-        name="a stream's beginning",
-        draws=on_rank(sample(lambda: af.Data(Stream(), global_batch_size=4), slice(3))),
-        apart="seed epoch",
-        at="data.reading.Opened.__init__",
+        "weighted",
+        order(order=af.orders.weighted(np.arange(1, N + 1))),
+        "seed epoch",
+        "data.order.weighted.of_epoch",
     ),
     Row(
-        name="samples of a rank's own stream",
-        draws=on_rank(
-            sample(lambda: af.Data(Own(), global_batch_size=4, sharded=True), slice(3))
-        ),
-        apart="seed epoch index rank",
-        at="data.reading.Sharded._key data.reading.Counted.__iter__",
-    ),
-    Row(
-        name="shuffled",
-        draws=order(shuffle=True, global_batch_size=4),
-        apart="seed epoch",
-        at="data.order.Shuffled.of_epoch data.order.shuffle_positions",
-    ),
-    Row(
-        name="weighted",
-        draws=order(order=af.orders.weighted(np.arange(1, N + 1)), global_batch_size=4),
-        apart="seed epoch",
-        at="data.order.weighted.of_epoch",
-    ),
-    Row(
-        name="weighted, without replacement",
-        draws=order(
+        "weighted, without replacement",
+        order(
             order=af.orders.weighted(np.arange(1, N + 1), replacement=False),
-            global_batch_size=4,
         ),
-        apart="seed epoch",
-        at="data.order.weighted.of_epoch",
+        "seed epoch",
+        "data.order.weighted.of_epoch",
     ),
     Row(
-        name="turns of batches in a window",
-        draws=turns_of_a_window,
-        apart="seed epoch call",
-        at="data.order.bucketed.of_epoch",
+        "turns of batches in a window",
+        turns_of_a_window,
+        "seed epoch call",
+        "data.order.bucketed.of_epoch",
     ),
     Row(
-        name="turns of batches of a budget",
-        draws=ends_by_cost,
-        apart="seed epoch",
-        at="data.dataset.Data.epoch",
+        "turns of batches of a budget",
+        ends_by_cost,
+        "seed epoch",
+        "data.dataset.Data.epoch",
     ),
     Row(
-        name="mixed",
-        draws=partial(through_two, mixed),
-        apart="seed epoch index",
-        at="data.sources.Mixed.of_epoch",
+        "mixed",
+        partial(through_two, mixed),
+        "seed epoch index",
+        "data.sources.Mixed.of_epoch",
     ),
     Row(
-        name="whose turn it is in a mix",
-        draws=whose_turn,
-        apart="seed epoch",
-        at="data.sources.Mixed.of_epoch",
+        "whose turn it is in a mix",
+        whose_turn,
+        "seed epoch",
+        "data.sources.Mixed.of_epoch",
     ),
     Row(
-        name="an order of one's own",
-        draws=order(
-            order=lambda _seed, _epoch, n: torch.randperm(n), global_batch_size=4
-        ),
-        apart="seed epoch",
-        at="data.order.Own._call",
+        "an order of one's own",
+        order(order=lambda _seed, _epoch, n: torch.randperm(n)),
+        "seed epoch",
+        "data.order.Own._call",
     ),
+    Row("a sampler", sampled, "seed epoch", "data.order._draw_indices"),
+    Row("what knows data again", probed, "", "data.consistency._sample_at"),
     Row(
-        name="a sampler",
-        draws=sampled,
-        apart="seed epoch",
-        at="data.order._draw_indices",
-    ),
-    Row(
-        name="what knows data again",
-        draws=probed,
-        apart="",
-        at="data.consistency._sample_at",
-    ),
-    Row(
-        name="a simulated rank",
-        draws=of_a_simulated_rank,
-        apart="seed rank",
-        at="testing.simulation.ranks.seed_rank",
+        "a simulated rank",
+        of_a_simulated_rank,
+        "seed rank",
+        "testing.simulation.ranks.seed_rank",
     ),
 ]

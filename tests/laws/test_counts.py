@@ -2,6 +2,7 @@
 """Losses with several denominators, which are counted before the first forward pass."""
 
 import math
+from functools import partial
 from typing import Any
 
 import attrs
@@ -13,6 +14,7 @@ from torch import nn
 import accelfn as af
 from accelfn.testing import simulate
 from tests.laws.worlds import DDP, close_means, params, single
+from tests.states import linear_state
 from tests.strategies import Run, differences, runs, tensors
 
 
@@ -30,6 +32,9 @@ def both(net: nn.Module, batch: Any, counts: dict[str, float]) -> af.Loss:
     size = (out[:, 0] * y[:, 1].abs()).sum()
     share = big / counts["big"] + size / counts["size"]
     return af.Loss(share, 1, seen=(float(len(x)), 1), size=size / counts["size"])
+
+
+double = partial(nn.Linear, 2, 2, dtype=torch.float64)
 
 
 def count_on(world: af.World) -> Any:
@@ -119,12 +124,8 @@ def test_parts_of_parts_are_counted(cuts: list[int], rows: int, is_batch: bool) 
         return count(part)
 
     def trained(setup: Any, value: Any) -> dict[str, torch.Tensor]:
-        state = af.TrainState.create(
-            model=lambda: nn.Linear(2, 2, dtype=torch.float64),
-            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-            data=af.Data([*zip(*whole, strict=True)], global_batch_size=len(whole[0])),
-            setup=setup,
-        )
+        data = af.Data([*zip(*whole, strict=True)], global_batch_size=len(whole[0]))
+        state = linear_state(model=double, data=data, setup=setup)
         given = next(iter(af.batches(state))) if is_batch else value
         step = af.make_step(both, count=count_of_part)
         return dict(step(state, given)[0].params)
@@ -151,12 +152,7 @@ def test_what_each_rank_reads_for_itself_is_counted(sizes: list[list[int]]) -> N
         return tuple(map(torch.cat, zip(*having, strict=True)))
 
     def trained(world: af.World, batches: Any) -> dict[str, torch.Tensor]:
-        state = af.TrainState.create(
-            model=lambda: nn.Linear(2, 2, dtype=torch.float64),
-            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-            setup=af.wrap_ddp(),
-            world=world,
-        )
+        state = linear_state(model=double, setup=af.wrap_ddp(), world=world)
         step = af.make_step(both, count=count)
         for batch in batches:
             state, _ = step(state, batch)
@@ -178,12 +174,7 @@ def test_counts_of_other_names_are_told(names: list[str]) -> None:
 
     def fn(world: af.World) -> str:
         world.connection.simulated = None  # as in a world of real processes
-        state = af.TrainState.create(
-            model=lambda: nn.Linear(1, 1),
-            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-            setup=af.wrap_ddp(),
-            world=world,
-        )
+        state = linear_state(setup=af.wrap_ddp(), world=world)
         step = af.make_step(
             lambda net, x, counts: net(x).sum() / counts[names[world.rank]],
             count=lambda x: {names[world.rank]: len(x)},

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 import accelfn as af
 from accelfn.testing import simulate
 from tests.laws.reading import REMAINDERS, on_one_core
+from tests.states import linear_state
 
 pytestmark = on_one_core
 
@@ -133,23 +134,11 @@ class Call:
     def shuffles(self) -> bool:
         return self.order == "shuffle"
 
-    def setup(self) -> Any:
-        """Return how ranks take their parts."""
-        if self.part_size is not None:
-            return af.chain(
-                af.shard_data(), af.accumulate(micro_batch_size=self.part_size)
-            )
-        return af.chain(af.shard_data(), af.accumulate(num_micro_batches=self.parts))
-
     def state(self, world: af.World) -> af.TrainState:
-        return af.TrainState.create(
-            model=lambda: torch.nn.Linear(1, 1),
-            optimizer=lambda named: torch.optim.SGD(named, lr=0.0),
-            data=self.data(),
-            setup=self.setup(),
-            seed=self.seed,
-            world=world,
-        )
+        parts = {"num_micro_batches": self.parts, "micro_batch_size": self.part_size}
+        parts = {name: value for name, value in parts.items() if value}
+        setup = af.chain(af.shard_data(), af.accumulate(**parts))
+        return linear_state(data=self.data(), setup=setup, seed=self.seed, world=world)
 
     # what a plain list gives
 

@@ -12,9 +12,12 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.laws.worlds import DDP
+from tests.states import linear_state
 
 N = 12
 X = torch.arange(float(N)).reshape(N, 1)
+SLOW = partial(torch.optim.SGD, lr=1e-4)
 
 
 def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
@@ -24,14 +27,8 @@ def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 
 def create(world: af.World | None = None, seed: int = 0) -> af.TrainState:
     """Return a state with shuffled data."""
-    return af.TrainState.create(
-        model=lambda: nn.Linear(1, 1),
-        optimizer=partial(torch.optim.SGD, lr=1e-4),
-        data=af.Data(X, global_batch_size=2, shuffle=True),
-        setup=af.chain(af.shard_data(), af.wrap_ddp()),
-        world=world,
-        seed=seed,
-    )
+    data = af.Data(X, global_batch_size=2, shuffle=True)
+    return linear_state(data=data, setup=DDP, optimizer=SLOW, world=world, seed=seed)
 
 
 @given(

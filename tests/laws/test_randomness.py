@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every draw has a stream of its own: no two purposes share one, and replays repeat it."""
 
-import functools
 import itertools
 import random
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.internals import draws
+from tests.internals import devices, draws
 from tests.laws.worlds import single
+from tests.states import linear_state
 
 CPU = torch.device("cpu")
 Draws = tuple[float, ...]
@@ -24,6 +25,7 @@ numbers = st.one_of(
     st.integers(-2, 9),
     st.integers(0, 9).map(lambda n: n + 2**32),
     st.integers(0, 9).map(lambda n: n * 2**32),
+    st.sampled_from([-1, 2**63, 2**100]),
     st.integers(-(2**70), 2**70),
 )
 parts = st.lists(
@@ -60,12 +62,45 @@ def test_different_keys_draw_differently(keys: list[tuple]) -> None:
 
 @given(
     parents=st.lists(parts.map(tuple), min_size=1, max_size=4, unique_by=repr),
-    numbers=st.sets(st.integers(0, 2**40), min_size=1, max_size=6),
+    numbers=st.sets(numbers, min_size=1, max_size=6),
 )
 def test_different_numbers_under_a_key_draw_differently(parents, numbers):
     """Every step and micro-batch under a key has a stream with nothing in common."""
     keys = [draws.fold(draws.key(*p), n) for p in parents for n in numbers]
     assert distinct([drawn(key) for key in [*keys, *map(draws.key, numbers)]])
+
+
+def test_folded_keys_differ_in_the_low_bits():
+    """A run's updates and micro-batches have keys that differ in 32 bits, nearly all."""
+    parent = draws.key(0, "state", "loss", 0)
+    found = {
+        draws.fold(draws.fold(parent, step), part) % 2**32
+        for step in range(5000)
+        for part in range(4)
+    }
+    assert len(found) >= 20_000 - 2
+
+
+class Unseedable:
+    """A device's generator that is lost."""
+
+    def get_state(self):
+        return torch.zeros(0)
+
+    def set_state(self, state):
+        pass
+
+    def manual_seed(self, seed):
+        raise RuntimeError(seed)
+
+
+def test_a_device_that_cannot_be_seeded_leaves_the_cpu_as_it_was(monkeypatch):
+    """The generator that was seeded before it is put back."""
+    monkeypatch.setattr(devices, "generators", lambda _: (Unseedable(),))
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError), draws.seeded(1, torch.device("cuda")):
+        pass
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def rolled() -> Draws:
@@ -140,37 +175,21 @@ def test_blocks_that_draw_within_one_another_are_apart(seeds: list[int]) -> None
     assert found == [each for seed in seeds for each in drawn_within([seed])]
 
 
-class Drawing(torch.nn.Module):
-    """A model drawn at random, whose forward pass draws and notes what."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(2, 1).double()
-
-
-def noting(noted: list[Draws], net: Drawing, batch: torch.Tensor) -> torch.Tensor:
-    """Draw, as dropout does, and return a loss."""
-    noted.append((*torch.rand(4, dtype=torch.float64).tolist(), *rolled()[1:]))
-    return net.first(batch).mean()
-
-
 def draws_of(
     world: af.World, setup: object, seed: int, name: str = "state"
 ) -> tuple[list[Draws], list[Draws], torch.Tensor]:
     """Train three updates; return the losses' draws, a user's, and the first weights."""
-    state = af.TrainState.create(
-        model=Drawing,
-        optimizer=functools.partial(torch.optim.SGD, lr=0.5),
-        data=af.Data(torch.ones(24, 2).double(), global_batch_size=8),
-        setup=setup,
-        world=world,
-        seed=seed,
-        name=name,
-    )
-    first = state.params["first.weight"].clone()
+    data = af.Data(torch.ones(24, 2), global_batch_size=8)
+    state = linear_state(2, data=data, setup=setup, world=world, seed=seed, name=name)
+    first = state.params["weight"].clone()
     noted: list[Draws] = []
     users: list[Draws] = []
-    step = af.make_step(functools.partial(noting, noted))
+
+    def loss_fn(net: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        noted.append((*torch.rand(4, dtype=torch.float64).tolist(), *rolled()[1:]))
+        return net(batch).mean()
+
+    step = af.make_step(loss_fn)
     for batch in af.batches(state, until_epoch=1):
         for purpose, shared in itertools.product(("one", "two"), (False, True)):
             with af.fork_rng(state, purpose, shared=shared):

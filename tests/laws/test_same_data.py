@@ -2,8 +2,7 @@
 """Ranks that share data hold the same samples at the same indices, or are told before."""
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils.data import (
     Dataset,
-    IterableDataset,
     Subset,
     SubsetRandomSampler,
     random_split,
@@ -21,6 +19,8 @@ from torch.utils.data import (
 import accelfn as af
 from accelfn.errors import ReplicaMismatchError
 from accelfn.testing import simulate
+from tests.laws.reading import Counting
+from tests.states import linear_state
 
 SETUPS = {
     "ddp": af.chain(af.shard_data(), af.wrap_ddp()),
@@ -85,37 +85,32 @@ def told(
 
     def rank(world: af.World) -> str:
         data = MADE[made](dataset_of(world.rank), global_batch_size=5, **options)
-        state = af.TrainState.create(
-            model=partial(torch.nn.Linear, 1, 1),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
+        state = linear_state(
             data=data if by in SETUPS else None,
             setup=SETUPS.get(by, SETUPS["ddp"]),
             world=world,
         )
-        try:
-            if by in SETUPS:
-                af.prepare_engine(state)
-            elif by == "evaluate":
-                af.evaluate(state, data, lambda _, batch: _first(batch).mean())
-            else:
-                list(af.predict(state, data, lambda _, batch: _first(batch)))
-        except ReplicaMismatchError as error:
-            return str(error)
-        return ""
+        meet = {
+            "evaluate": lambda: af.evaluate(state, data, lambda _, b: _first(b).mean()),
+            "predict": lambda: list(af.predict(state, data, lambda _, b: _first(b))),
+        }
+        return _raised(meet.get(by, lambda: af.prepare_engine(state)))
 
     return set(simulate(size, rank).results)
 
 
 def built(data: af.Data, world: af.World) -> str:
     """Build a state over data; return what a rank is told if it is refused."""
-    state = af.TrainState.create(
-        model=partial(torch.nn.Linear, 1, 1),
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        data=data,
-        setup=SETUPS["ddp"],
-        world=world,
-    )
-    return _raised(lambda _: af.prepare_engine(state), world)
+    state = linear_state(data=data, setup=SETUPS["ddp"], world=world)
+    return _raised(lambda: af.prepare_engine(state))
+
+
+def _raised(fn: Callable[[], object]) -> str:
+    try:
+        fn()
+    except ReplicaMismatchError as error:
+        return str(error)
+    return ""
 
 
 def _first(batch: Any) -> torch.Tensor:
@@ -153,9 +148,8 @@ def test_ranks_with_another_order_are_told(
     odd = data.draw(st.integers(0, size - 1))
     make = KINDS[kind]
     assert told(size, lambda _: make(order), by, **options) == {""}
-    (said,) = told(
-        size, lambda rank: make(other if rank == odd else order), by, **options
-    )
+    mine = lambda rank: make(other if rank == odd else order)  # noqa: E731 - short
+    (said,) = told(size, mine, by, **options)
     assert said.startswith("The ranks have data that differ")
     assert all(f"\n  rank {rank}: " in said for rank in range(size))
 
@@ -222,11 +216,8 @@ def test_orders_of_each_rank_are_seen(seeds: list[int]) -> None:
     files = Files(range(30))
 
     def rank(world: af.World) -> str:
-        loader = torch.utils.data.DataLoader(
-            files,
-            batch_size=4,
-            sampler=SubsetRandomSampler(picked[world.rank].tolist()),
-        )
+        sampler = SubsetRandomSampler(picked[world.rank].tolist())
+        loader = torch.utils.data.DataLoader(files, batch_size=4, sampler=sampler)
         return built(af.Data.from_loader(loader), world)
 
     said = set(simulate(2, rank).results)
@@ -251,10 +242,8 @@ def test_batches_of_each_rank_are_seen(n, by, data, *, shuffle):
     def rank(world: af.World) -> str:
         own, options = (costs, other)[world.rank], {}
         if by == "budget":
-            options = {
-                "global_batch_size": af.token_budget(own, limit=8),
-                "shuffle": shuffle,
-            }
+            budget = af.token_budget(own, limit=8)
+            options = {"global_batch_size": budget, "shuffle": shuffle}
         else:
             ends = np.cumsum(own).clip(max=n)
             parts = np.split(np.arange(n), ends[ends < n])
@@ -267,14 +256,7 @@ def test_batches_of_each_rank_are_seen(n, by, data, *, shuffle):
     assert bool(said) == (cuts[0] != cuts[1])
 
 
-class Stream(IterableDataset[Any]):
-    """A few samples, from front to back."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from torch.arange(9.0)[:, None]
-
-
-READERS: dict[str, dict[str, bool]] = {
+READERS = {
     "each": {"sharded": False, "dispatch": False},
     "its own": {"sharded": True, "dispatch": False},
     "one for all": {"sharded": False, "dispatch": True},
@@ -292,26 +274,24 @@ def test_ranks_that_read_otherwise_are_told(readers, setup, by, epochs):
     """Before a sample is read: of which option they differ; by whichever call they meet first."""
 
     def rank(world: af.World) -> str:
-        data = af.Data(Stream(), global_batch_size=4, **READERS[readers[world.rank]])
-        state = af.TrainState.create(
-            model=partial(torch.nn.Linear, 1, 1),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            data=None if by == "evaluate" else data,
-            setup=setup,
-            world=world,
-        )
+        data = af.Data(Counting(9), global_batch_size=4, **READERS[readers[world.rank]])
+        of_state = None if by == "evaluate" else data
+        state = linear_state(data=of_state, setup=setup, world=world)
 
-        def train(_: af.World) -> None:
-            step, trained = af.make_step(lambda model, x: model(x).mean()), state
+        def train() -> None:
+            step, trained = (
+                af.make_step(lambda model, x: model(x[:, :1].float()).mean()),
+                state,
+            )
             for batch in af.batches(trained, until_epoch=epochs):
                 trained, _ = step(trained, batch)
 
         ways = {
             "loop": train,
-            "build": lambda _: af.prepare_engine(state),
-            "evaluate": lambda _: af.evaluate(state, data, lambda _, x: x.mean()),
+            "build": lambda: af.prepare_engine(state),
+            "evaluate": lambda: af.evaluate(state, data, lambda _, x: x.mean()),
         }
-        return _raised(ways[by], world)
+        return _raised(ways[by])
 
     (said,) = set(simulate(len(readers), rank).results)
     differing = [
@@ -331,23 +311,12 @@ def test_data_that_name_themselves_are_compared_by_name():
     for by in (*SETUPS, "evaluate", "predict"):
         assert told(2, lambda rank: paths[rank], by, fingerprint="one") == {""}
 
-    def named(world: af.World) -> None:
+    def named(world: af.World) -> str:
         data = af.Data(paths[0], global_batch_size=2, fingerprint=f"{world.rank}")
-        state = af.TrainState.create(
-            model=partial(torch.nn.Linear, 1, 1), optimizer=torch.optim.SGD, world=world
-        )
-        af.evaluate(state, data, lambda _, batch: batch.mean())
+        state = linear_state(world=world)
+        return _raised(lambda: af.evaluate(state, data, lambda _, batch: batch.mean()))
 
-    run = simulate(2, lambda world: _raised(named, world))
-    assert all("data, fingerprint: 0" in said for said in run.results)
-
-
-def _raised(fn: Callable[[af.World], object], world: af.World) -> str:
-    try:
-        fn(world)
-    except ReplicaMismatchError as error:
-        return str(error)
-    return ""
+    assert all("data, fingerprint: 0" in said for said in simulate(2, named))
 
 
 class Unreadable(Files):

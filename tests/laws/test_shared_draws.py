@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What transforms draw is the same on all ranks, and kept as what a state can train with."""
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -16,6 +15,7 @@ import accelfn as af
 from accelfn.testing import simulate
 from tests.laws.disks import lent
 from tests.laws.worlds import DDP, single
+from tests.states import linear_state
 from tests.strategies import differences, tensors
 
 Drawn = dict[str, list[float]]
@@ -114,16 +114,11 @@ def seen_by(
     step = af.make_step(lambda net, batch: net(batch).square().mean())
     noting = Noting(seen=seen)
     with in_modes(*modes):
-        state = af.TrainState.create(
-            model=lambda: torch.nn.Linear(2, 1).double(),
-            optimizer=functools.partial(torch.optim.SGD, lr=0.5),
-            data=af.Data(torch.ones(24, 2).double(), global_batch_size=8),
-            setup=af.chain(
-                af.shard_data(),
-                af.wrap_ddp() if world.size > 1 else None,
-                *beside,
-                noting,
-            ),
+        ddp = af.wrap_ddp() if world.size > 1 else None
+        state = linear_state(
+            2,
+            data=af.Data(torch.ones(24, 2), global_batch_size=8),
+            setup=af.chain(af.shard_data(), ddp, *beside, noting),
             world=world,
             seed=seed,
             name=name,
@@ -142,28 +137,20 @@ def seen_by(
     return seen
 
 
+BESIDE = [af.clip_grad_norm(1.0), af.ema(0.5), af.clip_grad_value(1.0), Quiet()]
+
+
 @given(
     size=st.integers(1, 3),
     grad=st.booleans(),
     inference=st.booleans(),
     seed=st.integers(0, 3),
     ambient=st.integers(0, 9),
-    beside=st.lists(
-        st.sampled_from(
-            [af.clip_grad_norm(1.0), af.ema(0.5), af.clip_grad_value(1.0), Quiet()]
-        ),
-        max_size=2,
-        unique_by=type,
-    ),
+    beside=st.lists(st.sampled_from(BESIDE), max_size=2, unique_by=type),
 )
 def test_what_transforms_draw_is_of_the_state(
-    size: int,
-    grad: bool,
-    inference: bool,
-    seed: int,
-    ambient: int,
-    beside: list[Any],
-) -> None:
+    size, grad, inference, seed, ambient, beside
+):
     """A6: in every field that has a state, draws are alike on all ranks and all their own.
 
     They are a function of the seed, the state's name and the update, whatever stands beside
@@ -177,11 +164,10 @@ def test_what_transforms_draw_is_of_the_state(
     assert set(runs[0]) == FIELDS
     assert all(each == runs[0] for each in runs)
     before = torch.get_rng_state()
-    alone = seen_by(single(), (True, False), seed, "state", ())
-    others = [
-        seen_by(single(), (True, False), seed + 1, "state", ()),
-        seen_by(single(), (True, False), seed, "other", ()),
-    ]
+    alone, *others = (
+        seen_by(single(), (True, False), *each, ())
+        for each in [(seed, "state"), (seed + 1, "state"), (seed, "other")]
+    )
     assert torch.equal(before, torch.get_rng_state())
     assert alone == runs[0]
     numbers = [x for each in (alone, *others) for drawn in each.values() for x in drawn]
@@ -193,12 +179,8 @@ def test_draws_of_two_beginnings_differ(size):
     """A6: two transforms that draw in `init` draw apart, whichever comes first."""
 
     def slots(world: af.World, names: tuple[str, ...]) -> dict[str, float]:
-        state = af.TrainState.create(
-            model=lambda: torch.nn.Linear(2, 1),
-            optimizer=functools.partial(torch.optim.SGD, lr=0.5),
-            setup=af.chain(*(Noting(name=name) for name in names)),
-            world=world,
-        )
+        setup = af.chain(*(Noting(name=name) for name in names))
+        state = linear_state(setup=setup, world=world)
         return {name: state.slots[name].item() for name in names}
 
     one, two = (
@@ -239,16 +221,11 @@ def test_what_is_loaded_draws_by_its_own_seed(size, seeds, steps, starts):
             state, _ = step(state, torch.full((2, 2), 1.0 + state.world.rank))
         return state
 
+    setup = af.chain(DDP, Noisy(), sends or None)
+
     def rank(world: af.World) -> None:
         first, other = (
-            af.TrainState.create(
-                model=lambda: torch.nn.Linear(2, 3),
-                optimizer=functools.partial(torch.optim.SGD, lr=0.5),
-                setup=af.chain(DDP, Noisy(), sends or None),
-                seed=seed,
-                world=world,
-            )
-            for seed in seeds
+            linear_state(2, 3, setup=setup, seed=seed, world=world) for seed in seeds
         )
         saved = trained(first, steps[0])
         af.save(saved, root / "saved")
