@@ -156,8 +156,8 @@ def _check_weight(name: str, value: object) -> None:
 class WeightedSum:
     """A total, stored as the product `amount * unit`, and its `weight`.
 
-    The mean over n samples is `WeightedSum(mean, weight=n, unit=n)`: it needs no multiplication
-    until it is added to another.
+    The mean over n samples is `WeightedSum(mean, weight=n, unit=n)`. It needs no multiplication
+    before it is added to one with another unit.
     """
 
     amount: Number
@@ -179,11 +179,14 @@ class WeightedSum:
                 self.weight == 0, 0, self.total / never_zero(self.weight)
             )
         else:
-            mean = self.total / self.weight if self.weight else 0.0
+            mean = self.amount / (self.weight / self.unit) if self.weight else 0.0
         return torch.as_tensor(mean)
 
     def __add__(self, other: Self) -> "WeightedSum":
         """Add totals and weights."""
+        if self.unit == other.unit:  # such as micro-batches of equal size
+            amount = self.amount + other.amount
+            return WeightedSum(amount, self.weight + other.weight, self.unit)
         return WeightedSum(self.total + other.total, self.weight + other.weight)
 
 

@@ -137,10 +137,15 @@ def test_a_stream_leaves_the_generator_as_it_was(seed, number, raises):
 
 
 def test_default_generators_draw_apart():
-    """torch and numpy use one algorithm, and give other numbers by one seed."""
+    """torch, numpy and Python use one algorithm, and give other numbers by one seed."""
     with draws.seeded(draws.key("a"), CPU):
         found = torch.randint(0, 2, (64,)).tolist()
         assert found != np.random.randint(0, 2, 64).tolist()  # noqa: NPY002
+        found = [random.random() for _ in range(4)]  # noqa: S311
+        assert found != np.random.RandomState(draws.key("a") >> 32).rand(4).tolist()
+        assert (
+            found != np.random.RandomState(draws.key("a") & 2**32 - 1).rand(4).tolist()
+        )
 
 
 def test_pythons_generator_is_found_in_memory_or_asked(monkeypatch):
@@ -150,6 +155,12 @@ def test_pythons_generator_is_found_in_memory_or_asked(monkeypatch):
     asked = draws._memory_of_python()  # pyright: ignore[reportPrivateUsage]
     assert asked == (random.getstate, random.setstate)
     monkeypatch.undo()
+    with draws.seeded(7):
+        expected = rolled()
+    monkeypatch.setattr(draws, "_save_python", random.getstate)
+    monkeypatch.setattr(draws, "_restore_python", random.setstate)
+    with draws.seeded(7):
+        assert rolled() == expected
     with callers(0):
         state, before = read(), random.getstate()
         drawn = random.random()  # noqa: S311
