@@ -202,8 +202,10 @@ def _ignores_unevenly(node: Any, samples: Samples) -> bool:
         return False
     if not num_samples or target.numel() % num_samples:
         return False
-    # the node has ignore_index as an unsigned number of 64 bits
-    is_kept = target.reshape(num_samples, -1) != node._saved_ignore_index - 2**64
+    index = node._saved_ignore_index
+    if index >= 2**63:  # the node has a negative index as an unsigned number
+        index -= 2**64
+    is_kept = target.reshape(num_samples, -1) != index
     num_kept = is_kept.sum(1)
     return bool((num_kept != num_kept[0]).any())
 

@@ -333,8 +333,6 @@ class Metrics(Mapping[str, torch.Tensor]):
                     " Report .real and .imag of a complex number as two metrics."
                 )
                 raise ArgumentError(msg)
-        if not pairs:
-            return {}
         sums = sum_named(pairs, world.loss, kind="mean", label=label, noun="metrics")
         return {name: total / w if w else 0.0 for name, (total, w) in sums.items()}
 

@@ -158,6 +158,21 @@ def test_mean_is_that_of_the_union(names, size, data, as_tensors):
     assert len(run.log) == (1 if size > 1 else 0)
 
 
+@given(names=st.lists(st.sets(st.sampled_from("ab")), min_size=2, max_size=4))
+def test_metrics_with_different_names_are_refused(names: list[set[str]]) -> None:
+    """Ranks with different names raise an error, also where a rank has no metrics."""
+
+    def report(world: af.World) -> dict[str, float]:
+        mine = af.Metrics(dict.fromkeys(names[world.rank], (1.0, 2)))
+        return mine.all_reduce_mean(world)
+
+    if all(each == names[0] for each in names):
+        assert simulate(len(names), report)[0] == dict.fromkeys(names[0], 0.5)
+        return
+    with pytest.raises(af.errors.CollectiveMismatchError, match="do not match"):
+        simulate(len(names), report)
+
+
 @given(size=sizes, given=part)
 def test_a_barrier_waits_for_all_and_changes_nothing(size: int, given: Part) -> None:
     """No rank passes before all have come; tensors and generators are as they were."""
