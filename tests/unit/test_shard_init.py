@@ -203,7 +203,7 @@ class Otherwise(nn.Module):
         nn.init.eye_,
         nn.init.kaiming_normal_,
     ],
-    ids=str,
+    ids=("trunc_normal", "orthogonal", "dirac", "sparse", "eye", "kaiming_normal"),
 )
 def test_inits_that_do_nothing_on_meta_are_seen(init):
     """Where a module does it, it is drawn; where the factory does, it is refused."""
