@@ -5,7 +5,7 @@ from collections import Counter
 from itertools import pairwise, permutations
 
 import attrs
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
@@ -16,6 +16,7 @@ from tests.laws.worlds import single
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=60)
 
 
+@example(lengths=[*range(12, 0, -1)], window=5, size=4, seed=0, epoch=0)
 @given(
     lengths=LENGTHS,
     window=st.integers(1, 40),

@@ -131,7 +131,7 @@ class Replicas(nn.parallel.DistributedDataParallel):
 
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)
-        self.module = module
+        self.module, self.process_group = module, None
 
 
 WRAPPERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -108,6 +108,7 @@ OUT_OF_BUCKETS = [
 ]
 
 
+@example(Run(updates=1), 2, AVERAGING, "transposed", "contiguous")
 @given(
     run=runs(kind="plain", dyadic=True, loss="mean", optimizer="sgd", updates=1),
     size=sizes,
