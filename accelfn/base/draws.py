@@ -98,7 +98,7 @@ _ALL_USED = (624).to_bytes(4, sys.byteorder)
 def _seed_python(seed: int) -> None:
     """Seed Python's default generator as numpy seeds one of the same kind, with 32 bits.
 
-    This takes 2 µs. The `seed` of Python's generator takes 10 µs.
+    A call takes 2 µs. The `seed` of Python's generator takes 10 µs.
     """
     _seed_bits(seed)
     if _restore_python is random.setstate:
