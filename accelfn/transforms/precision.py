@@ -19,6 +19,7 @@ from accelfn.base.arguments import (
     value_of,
 )
 from accelfn.base.draws import NOTHING
+from accelfn.base.tree import computes_on
 from accelfn.collectives.packed import all_reduce_, gather_text
 from accelfn.definition.transform import transform
 from accelfn.engine.modules import Predicate, check_installed, to_float8
@@ -151,10 +152,11 @@ class autocast:
     ) -> tuple[LossFunction, ScaleSlot | None]:
         """Run the loss function under autocast, on the model's device."""
         dtype = _DTYPES[self.precision]
-        is_meta = next(iter(update.state.params.values())).is_meta
-        kind = "meta" if is_meta else update.world.device.type
 
         def autocast_loss(model: torch.nn.Module, batch: Any, *extras: Any) -> Any:
+            param = next(model.parameters())
+            is_plain = type(param) is torch.nn.Parameter
+            kind = param.device.type if is_plain else computes_on(param)
             # torch caches cast weights until the outermost autocast region ends. If a caller's
             # region contains many updates, later updates would use old weights
             torch.clear_autocast_cache()
