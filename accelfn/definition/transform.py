@@ -549,7 +549,7 @@ def transform(cls: type[T]) -> type[T]:
         msg = f"@af.transform: expected a class of your own, got {cls.__name__}."
         raise ArgumentError(msg) from error
     named.__repr__ = _repr
-    named._repr_pretty_ = _repr_pretty
+    named._repr_pretty_ = _Pretty()
     named.__accelfn_transform__ = True
     record: Any = attrs.frozen(cls, repr=False, field_transformer=_with_name)
     record.__init__.__annotations__ |= {  # attrs would use the annotation of the converter
@@ -656,10 +656,19 @@ def _code(value: Any) -> str:
     return repr(value)
 
 
-def _repr_pretty(self: Any, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - its protocol
-    """Print the transform as code in IPython and in Hypothesis examples."""
-    del cycle
-    printer.text(repr(self))
+class _Pretty:
+    """Prints a transform as code, and a class of transforms by its name.
+
+    IPython calls `_repr_pretty_` on the class, and Hypothesis on what it prints, also a class.
+    """
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        def print_name(*arguments: Any) -> None:
+            *instances, printer, _ = arguments
+            transform = instances[0] if instances else instance
+            printer.text(owner.__name__ if transform is None else repr(transform))
+
+        return print_name
 
 
 @explain_call_errors
@@ -759,7 +768,7 @@ class chain:
         """Print the nested calls of the transforms' methods in one step."""
         print(explanation(self))  # noqa: T201 - printing is the purpose of this method
 
-    _repr_pretty_ = _repr_pretty
+    _repr_pretty_ = _Pretty()
 
     def __repr__(self) -> str:
         """Return the code that creates the chain, with one transform per line."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.vendor.pretty import pretty
 from torch import nn
 
 import accelfn as af
@@ -452,3 +453,9 @@ def test_what_is_annotated_so_trains(written):
         scale(2, rows=1)
     with pytest.raises(af.errors.ArgumentError, match="Wrong.grads: accelfn calls"):
         exec(written["wrong"], written)  # noqa: S102
+
+
+def test_a_class_of_transforms_prints_its_name():
+    """Hypothesis prints the class, where a test draws classes, and the transform as code."""
+    assert pretty(af.ema) == "ema"
+    assert pretty(af.ema(0.9)) == "af.ema(0.9)"
