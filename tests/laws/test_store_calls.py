@@ -154,6 +154,12 @@ CALLS = st.one_of(
     size=1,
     joint=False,
 )
+@example(  # a run that went back
+    options=Options(1, None, "min", None, "write", async_=False),
+    calls=[(Save(3, None), True), (Save(1, None), True)],
+    size=1,
+    joint=False,
+)
 def test_a_store_is_what_was_saved_and_kept(options, calls, size, joint):
     """After any calls: its steps, the newest, the best, what each restores to, what is due."""
 

@@ -261,7 +261,7 @@ def test_buckets_are_sent_beside_the_backward_pass(sizes, compute, overlap):
 @example(rows=10, kind="gather")  # 5, 4 and 2 on 2, 3 and 5 ranks: on a line that falls
 @given(
     rows=st.integers(1, 40),
-    kind=st.sampled_from(["gather", "scatter", "swap", "swap padded"]),
+    kind=st.sampled_from(["gather", "scatter", "squares", "swap", "swap padded"]),
 )
 def test_what_is_cut_into_parts_is_foreseen_rightly_or_not_at_all(rows, kind):
     """Parts are as large as each other, filled up, or the last ones are smaller."""
@@ -275,6 +275,8 @@ def test_what_is_cut_into_parts_is_foreseen_rightly_or_not_at_all(rows, kind):
             af.all_gather(part, world, label="a part")
         elif kind == "scatter":
             reduce_scatter(world, padded)
+        elif kind == "squares":
+            af.all_reduce(torch.zeros(world.size**2), world, label="a part")
         else:
             af.all_to_all([part] * world.size, world, label="a part")
 
