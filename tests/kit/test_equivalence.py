@@ -25,25 +25,6 @@ def refused(one: object, two: object, **options: object) -> list[str]:
     return str(caught.value).splitlines()
 
 
-@given(parts=st.integers(1, 9), size=st.sampled_from([1, 2, 3, 4]))
-def test_micro_batches_are_equivalent_to_none(parts, size):
-    """Bit by bit, on uneven shares with weights of 0, whatever the number of parts."""
-    assert_equivalent(af.accumulate(num_micro_batches=parts), None, sizes=[size])
-
-
-@given(
-    order=st.permutations(
-        [
-            *(af.shard_data(), af.wrap_ddp(), af.accumulate(num_micro_batches=3)),
-            *(af.clip_grad_norm(0.5), af.ema(0.5)),
-        ]
-    )
-)
-def test_orders_of_a_chain_are_equivalent(order):
-    """Transforms about different fields commute, slots and averages included."""
-    assert_equivalent(af.chain(*order), af.chain(*sorted(order, key=repr)), sizes=[2])
-
-
 def test_local_sgd_with_a_period_of_one_is_ddp_for_plain_sgd():
     """And for no optimizer that has memory: the refusal names it."""
     local = af.chain(af.shard_data(), af.local_sgd(sync_every=1))

@@ -69,55 +69,29 @@ def on_ranks(size, fn, **options):
 
 
 @pytest.mark.parametrize(("op", "dtype"), REDUCTIONS, ids=str)
-def test_all_reduce(op, dtype):
-    """All ranks get the reduction, in place."""
-
-    def fn(world, group):
-        mine = values(world.rank, dtype=dtype)
-        dist.all_reduce(mine, getattr(dist.ReduceOp, op), group=group)
-        return mine
-
-    for size in SIZES:
-        expected = reduced(op, [values(r, dtype=dtype) for r in range(size)])
-        assert all(same(expected, got) for got in on_ranks(size, fn))
-
-
-@pytest.mark.parametrize(("op", "dtype"), REDUCTIONS, ids=str)
-def test_reduce(op, dtype):
-    """The root gets the reduction; the others keep what they had."""
-
-    def fn(world, group, to):
-        mine = values(world.rank, dtype=dtype)
-        dist.reduce(mine, op=getattr(dist.ReduceOp, op), group=group, **to)
-        return mine
-
-    for root in range(4):
-        for to in ({"dst": root}, {"group_dst": root}):
-            got = on_ranks(4, functools.partial(fn, to=to))
-            all_given = [values(r, dtype=dtype) for r in range(4)]
-            for rank in range(4):
-                wanted = reduced(op, all_given) if rank == root else all_given[rank]
-                assert same(wanted, got[rank])
-
-
-@pytest.mark.parametrize(("op", "dtype"), REDUCTIONS, ids=str)
-def test_reduce_scatter(op, dtype):
-    """Each rank gets the reduction of its own part, out of a list or of one tensor."""
+def test_reductions(op, dtype):
+    """All ranks get the reduction, or the root alone, or each rank its part."""
 
     def fn(world, group):
         given = values(world.rank, (world.size, 3), dtype)
-        kind = getattr(dist.ReduceOp, op)
+        kind, last = getattr(dist.ReduceOp, op), world.size - 1
+        everywhere, by_rank, by_group = (given.clone() for _ in range(3))
+        dist.all_reduce(everywhere, kind, group=group)
+        dist.reduce(by_rank, dst=last, op=kind, group=group)
+        dist.reduce(by_group, group_dst=0, op=kind, group=group)
         listed, single = given.new_empty(3), given.new_empty(1, 3)
         dist.reduce_scatter(listed, list(given.clone()), kind, group=group)
         reduce_scatter_single(single, given, kind, group=group)
-        return listed, single
+        return everywhere, by_rank, by_group, listed, single[0]
 
     for size in SIZES:
         parts = [values(r, (size, 3), dtype) for r in range(size)]
-        for rank, (listed, single) in enumerate(on_ranks(size, fn)):
-            wanted = reduced(op, [part[rank] for part in parts])
-            assert same(wanted, listed)
-            assert same(wanted, single[0])
+        whole = reduced(op, parts)
+        for rank, found in enumerate(on_ranks(size, fn)):
+            at_last = whole if rank == size - 1 else parts[rank]
+            at_first = whole if rank == 0 else parts[rank]
+            wanted = whole, at_last, at_first, whole[rank], whole[rank]
+            assert all(map(same, wanted, found))
 
 
 @pytest.mark.parametrize(
@@ -144,18 +118,18 @@ def test_reductions_that_gloo_lacks_are_refused(op, dtype):
         on_ranks(2, fn)
 
 
-def test_sparse_all_reduce():
-    """Sparse tensors are added up, as DistributedDataParallel does for embeddings."""
+@pytest.mark.parametrize("sums", ["ranks", "ring", "tree"])
+def test_a_sparse_tensor_is_added_from_the_first_rank_on(sums):
+    """As DistributedDataParallel does for embeddings; it is not moved."""
 
-    def fn(world, group):
-        mine = torch.sparse_coo_tensor(
-            [[world.rank]], [1.0 + world.rank], (3,), check_invariants=True
-        )
-        dist.all_reduce(mine, group=group)
+    def fn(world):
+        mine = drawn(world.rank, [6]).to_sparse()
+        dist.all_reduce(mine, group=world.group)
         return mine.to_dense()
 
-    for got in on_ranks(3, fn):
-        assert got.tolist() == [1, 2, 3]
+    expected = summed(3, [6], "ranks")[0]
+    for found in simulate(3, fn, sums=sums):
+        assert torch.equal(found, expected)
     with pytest.raises(af.errors.ArgumentError, match="broadcast .*sparse_coo"):
         on_ranks(2, lambda _, group: dist.broadcast(torch.eye(2).to_sparse(), 0, group))
 
@@ -164,92 +138,60 @@ def test_sparse_all_reduce():
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *COMPLEX, torch.int16])
-def test_broadcast(dtype):
-    """All ranks get the root's tensor, named by its rank in the world or in the group."""
+@pytest.mark.parametrize("name", ["", "group_"])
+def test_tensors_are_moved(dtype, name):
+    """From or to a root, which has a number in the world and in the group; or among all."""
 
-    def fn(world, group, of):
-        mine = values(world.rank, dtype=dtype)
-        dist.broadcast(mine, group=group, **of)
-        return mine
-
-    for root in range(3):
-        for of in ({"src": root}, {"group_src": root}):
-            got = on_ranks(3, functools.partial(fn, of=of))
-            assert all(same(values(root, dtype=dtype), each) for each in got)
-
-
-@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *COMPLEX, torch.int16])
-def test_all_gather(dtype):
-    """All ranks get every rank's tensor: in a list, stacked, or concatenated."""
-
-    def fn(world, group):
-        mine = values(world.rank, (2, 2), dtype)
-        listed = [torch.empty_like(mine) for _ in range(world.size)]
-        stacked = mine.new_empty(world.size, 2, 2)
-        joined = mine.new_empty(world.size * 2, 2)
+    def fn(world, group, root):
+        rank, size = world.rank, world.size
+        mine, source = values(rank, (2, 2), dtype), {f"{name}src": root}
+        sent, got = mine.clone(), torch.empty_like(mine)
+        listed, gathered, swapped = (
+            [torch.empty_like(mine) for _ in range(size)] for _ in range(3)
+        )
+        stacked, joined = mine.new_empty(size, 2, 2), mine.new_empty(size * 2, 2)
+        dist.broadcast(sent, group=group, **source)
         dist.all_gather(listed, mine, group=group)
         dist.all_gather_single(stacked, mine, group=group)
         dist.all_gather_single(joined, mine, group=group)
-        return listed, stacked, joined
+        at_root = gathered if rank == root else None
+        dist.gather(mine, at_root, group=group, **{f"{name}dst": root})
+        dist.scatter(got, at_root, group=group, **source)
+        given = [(mine + rank * j).to(dtype) for j in range(size)]
+        dist.all_to_all(swapped, given, group=group)
+        return sent, got, swapped, listed, stacked.unbind(), joined.chunk(size), at_root
 
-    for size in SIZES:
+    for size, root in ((1, 0), (3, 0), (3, 2)):
         parts = [values(r, (2, 2), dtype) for r in range(size)]
-        for listed, stacked, joined in on_ranks(size, fn):
-            assert all(map(same, parts, listed))
-            assert same(torch.stack(parts), stacked)
-            assert same(torch.cat(parts), joined)
+        ranks = on_ranks(size, functools.partial(fn, root=root))
+        for rank, (sent, got, swapped, *everywhere) in enumerate(ranks):
+            assert same(parts[root], sent)
+            assert same(parts[rank], got)
+            wanted = [(p + r * rank).to(dtype) for r, p in enumerate(parts)]
+            assert all(map(same, wanted, swapped))
+            *for_all, at_root = everywhere
+            assert (at_root is None) is (rank != root)
+            for each in (*for_all, at_root or parts):
+                assert all(map(same, parts, each))
 
 
-def test_gather_and_scatter():
-    """The root gets one tensor a rank; it gives one to each."""
-
-    def fn(world, group, root, name):
-        mine = values(world.rank)
-        is_root = world.rank == root
-        gathered = [torch.empty_like(mine) for _ in range(world.size)]
-        dist.gather(
-            mine, gathered if is_root else None, group=group, **{f"{name}dst": root}
-        )
-        got = torch.empty_like(mine)
-        dist.scatter(
-            got, gathered if is_root else None, group=group, **{f"{name}src": root}
-        )
-        return gathered if is_root else None, got
-
-    for root in range(3):
-        for name in ("", "group_"):
-            results = on_ranks(3, functools.partial(fn, root=root, name=name))
-            for rank, (gathered, got) in enumerate(results):
-                assert (gathered is None) is (rank != root)
-                assert same(values(rank), got)
-            assert all(map(same, map(values, range(3)), results[root][0]))
-
-
-@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *COMPLEX, torch.int16])
-def test_all_to_all(dtype):
-    """Rank i gives its j-th part to rank j: listed, in even rows, in split rows."""
+def test_rows_are_split_unevenly():
+    """Rank i gives its rows to rank j in even parts, or as many as are told."""
 
     def fn(world, group):
-        n = world.size
-        given = (torch.arange(n) + world.rank * n).to(dtype)
-        listed = [torch.empty(1, dtype=dtype) for _ in range(n)]
-        dist.all_to_all(listed, list(given.split(1)), group=group)
-        even = torch.empty_like(given)
-        dist.all_to_all_single(even, given, group=group)
-        # to rank r goes r + 1 times the own rank
-        splits = [r + 1 for r in range(n)]
-        rows = torch.full((sum(splits), 2), world.rank).to(dtype)
-        got = torch.empty(n * (world.rank + 1), 2, dtype=dtype)
-        dist.all_to_all_single(got, rows, [world.rank + 1] * n, splits, group=group)
-        return torch.cat(listed), even, got
+        n, rank = world.size, world.rank
+        even = torch.empty(n)
+        dist.all_to_all_single(even, torch.arange(n) + n * 1.0 * rank, group=group)
+        splits = [r + 1 for r in range(n)]  # to rank r goes r + 1 times the own rank
+        rows, got = torch.full((sum(splits), 2), rank), torch.empty(n * (rank + 1), 2)
+        got = got.to(rows)
+        dist.all_to_all_single(got, rows, [rank + 1] * n, splits, group=group)
+        return even.tolist(), got.tolist()
 
     for size in SIZES:
-        for rank, (listed, even, got) in enumerate(on_ranks(size, fn)):
-            wanted = (torch.arange(size) * size + rank).to(dtype)
-            assert same(wanted, listed)
-            assert same(wanted, even)
-            times = torch.arange(size).repeat_interleave(rank + 1).to(dtype)
-            assert same(times[:, None].expand(-1, 2), got)
+        for rank, (even, got) in enumerate(on_ranks(size, fn)):
+            assert even == [size * r + rank for r in range(size)]
+            assert got == [[r, r] for r in range(size) for _ in range(rank + 1)]
 
 
 def test_messages():
@@ -293,60 +235,6 @@ def test_messages_from_any_rank_name_their_sender():
     for schedule in ((), (1, 1, 1), (2,)):
         received, *_ = on_ranks(3, fn, schedule=schedule)
         assert sorted(received) == [(1, 1), (2, 2)]
-
-
-def test_messages_of_one_sender_keep_their_order():
-    """Equal messages between two ranks are received as they were sent."""
-
-    def fn(world, group):
-        got = torch.empty(3, 1)
-        if world.rank:
-            works = [dist.isend(torch.tensor([x]), 0, group) for x in (1.0, 2.0, 3.0)]
-        else:
-            works = [dist.irecv(each, 1, group) for each in got]
-        for work in reversed(works):
-            work.wait()
-        return got.flatten().tolist()
-
-    assert on_ranks(2, fn, schedule=[1])[0] == [1, 2, 3]
-    assert on_ranks(2, fn)[0] == [1, 2, 3]
-
-
-def test_objects():
-    """Python objects travel like tensors do."""
-
-    def fn(world, group):
-        mine = {"rank": world.rank, "text": "x" * world.rank}
-        n, last = world.size, world.size - 1
-        everyones, gathered, scattered = [None] * n, [None] * n, [None]
-        dist.all_gather_object(everyones, mine, group=group)
-        dist.gather_object(
-            mine, gathered if world.rank == last else None, dst=last, group=group
-        )
-        dist.scatter_object_list(
-            scattered, everyones if world.rank == last else None, src=last, group=group
-        )
-        shared = [mine, world.rank]
-        dist.broadcast_object_list(shared, src=last, group=group)
-        passed = [None, None]
-        if world.rank == 0 and n > 1:
-            dist.send_object_list([mine, 5], last, group=group)
-        if world.rank == last and n > 1:
-            dist.recv_object_list(passed, 0, group=group)
-        return everyones, gathered, scattered, shared, passed
-
-    for size in SIZES:
-        all_given = [{"rank": r, "text": "x" * r} for r in range(size)]
-        for rank, (all_, gathered, scattered, shared, passed) in enumerate(
-            on_ranks(size, fn)
-        ):
-            is_last = rank == size - 1
-            assert all_given == all_
-            assert (all_given if is_last else [None] * size) == gathered
-            assert [all_given[rank]] == scattered
-            assert [all_given[-1], size - 1] == shared
-            if is_last and size > 1:
-                assert [all_given[0], 5] == passed
 
 
 def test_coalesced():
@@ -398,59 +286,6 @@ def test_all_gather_coalesced():
         for rank, (matrix, vector) in enumerate(got):
             assert same(values(rank), matrix)
             assert same(values(rank, (3,)), vector)
-
-
-@pytest.mark.filterwarnings("ignore:.*(all_gather_into|reduce_scatter)_tensor")
-def test_the_deprecated_names():
-    """The old names of torch give what the new ones give."""
-
-    def fn(world, group):
-        mine = values(world.rank, (2,))
-        gathered, part = mine.new_empty(4), mine.new_empty(1)
-        dist.all_gather_into_tensor(gathered, mine, group=group)
-        dist.reduce_scatter_tensor(part, mine, group=group)
-        return gathered, part
-
-    both = torch.cat([values(0, (2,)), values(1, (2,))])
-    for rank, (gathered, part) in enumerate(on_ranks(2, fn)):
-        assert same(both, gathered)
-        assert same(both[rank::2].sum().reshape(1), part)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")
-def test_differentiable_collectives():
-    """Those of torch.distributed.nn let gradients through."""
-    from torch.distributed.nn import functional as collectives
-
-    def fn(world, group):
-        x = torch.full((2,), 1.0 + world.rank, requires_grad=True)
-        total = collectives.all_reduce(x * x, group=group)
-        gathered = collectives.all_gather(x * 1, group=group)
-        (total.sum() + gathered[0].sum()).backward()
-        return total.detach(), x.grad
-
-    for rank, (total, grad) in enumerate(on_ranks(2, fn)):
-        assert total.tolist() == [5.0, 5.0]
-        # the sum of both ranks' losses, in which this rank's x is
-        wanted = 2 * 2.0 * (1 + rank) + (2.0 if rank == 0 else 0.0)
-        assert grad.tolist() == [wanted] * 2
-
-
-def test_barrier_lets_nobody_pass_before_all_are_there():
-    """What was done before a barrier is seen after it by all."""
-    arrived = []
-
-    def fn(world, group):
-        arrived.append(world.rank)
-        dist.barrier(group=group)
-        return len(arrived)
-
-    for schedule in ((), (1, 0, 2, 1)):
-        arrived.clear()
-        assert on_ranks(3, fn, schedule=schedule) == (3, 3, 3)
-
-
-# accelfn's own
 
 
 # The order in which tensors are added up
@@ -583,19 +418,6 @@ def test_shares_and_means_are_in_that_order_too(sums):
 
     ranks = simulate(size, scattered, sums=sums)
     assert torch.equal(ranks[1][0], ranks[1][1])
-
-
-def test_sparse_tensors_have_one_order():
-    """What has no place in a buffer is added from the first rank on."""
-
-    def fn(world):
-        mine = drawn(world.rank, [6]).to_sparse()
-        dist.all_reduce(mine, group=world.group)
-        return mine.to_dense()
-
-    expected = summed(3, [6], "ranks")[0]
-    for found in simulate(3, fn, sums="ring"):
-        assert torch.equal(found, expected)
 
 
 # Copies at the call, results at the wait, no sharing
@@ -760,18 +582,6 @@ def test_nothing_is_kept_of_what_was_reduced():
         return kept() is None
 
     assert simulate(2, fn).results == (True, True)
-
-
-def test_a_future_holds_the_result():
-    """get_future, which communication hooks use, is done when it is had."""
-
-    def fn(world):
-        x = torch.ones(2)
-        work = dist.all_reduce(x, group=world.group, async_op=True)
-        then = work.get_future().then(lambda done: done.value()[0] / 2)
-        return then.wait().tolist(), work.result()[0] is x
-
-    assert simulate(2, fn).results == (([1.0, 1.0], True),) * 2
 
 
 @pytest.mark.parametrize("how", ["result", "synchronize", "wait"])

@@ -5,19 +5,14 @@
 # ruff: noqa: ARG001, ARG005, S311
 
 import random
-import threading
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import event, given
-from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-import accelfn as af
-from accelfn.testing import Corrupt, Crash, Leave, Raise, Stall, Terminate, simulate
+from accelfn.testing import Corrupt, simulate
 from tests.budget import at_night
 
 STEPS = 3
@@ -151,32 +146,6 @@ def test_ddp_is_averaging_by_hand(name):
         assert all(all(map(torch.equal, wanted[size], found)) for found in run)
 
 
-@given(
-    name=st.sampled_from(sorted(PROGRAMS)),
-    kind=st.sampled_from((Raise, Leave, Crash, Stall, Corrupt, Terminate)),
-    size=st.integers(1, 3),
-    data=st.data(),
-)
-def test_any_fault_ends(name, kind, size, data):
-    """Deep inside torch too: in its construction, its hooks and its optimizer step."""
-    fault = kind(data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 12)))
-    schedule = data.draw(st.lists(st.integers(0, size - 1), max_size=20))
-    threads = threading.active_count()
-    ended = None
-    with suppress(af.errors.Error, RuntimeError, ValueError):
-        ended = simulate(
-            size,
-            lambda world: by_ddp(world, **PROGRAMS[name]),
-            schedule=schedule,
-            faults=[fault],
-        )
-    assert threads == threading.active_count()
-    if ended is None:
-        event(f"{kind.__name__} ended it")
-    elif kind in (Raise, Crash, Terminate):
-        assert ended.missed == (fault,)
-
-
 def test_integers_of_ddp_are_never_corrupted():
     """It reads memory at the places that its buckets' indices tell, and they stay true."""
     program = PROGRAMS["tiny buckets"]
@@ -188,18 +157,6 @@ def test_integers_of_ddp_are_never_corrupted():
             fault = Corrupt(0, at, element=element)
             run = simulate(1, lambda world: by_ddp(world, **program), faults=[fault])
             assert run.missed == (fault,)
-
-
-def test_buffers_are_those_of_rank_zero():
-    """DistributedDataParallel broadcasts them before each forward pass."""
-
-    def fn(world):
-        model = DistributedDataParallel(Net(), process_group=world.group)
-        for step in range(STEPS):
-            model(batch(0, step), count=1 + world.rank).sum().backward()
-        return model.module.seen.item()
-
-    assert simulate(3, fn).results == (3, 4, 5)
 
 
 def test_sparse_gradients():
@@ -214,43 +171,3 @@ def test_sparse_gradients():
     assert (
         simulate(2, fn).results == ([[0.5] * 2, [0.5] * 2, [0.0] * 2, [1.0] * 2],) * 2
     )
-
-
-@pytest.mark.parametrize(
-    "hook", [default_hooks.allreduce_hook, default_hooks.fp16_compress_hook]
-)
-def test_communication_hooks(hook):
-    """A hook's asynchronous all-reduce is waited for; small integers fit 16 bits."""
-
-    def fn(world):
-        model = DistributedDataParallel(Net(), process_group=world.group)
-        model.register_comm_hook(world.group, hook)
-        model(batch(world.rank, 0)).sum().backward()
-        return [each.grad for each in model.parameters()]
-
-    net = Net()
-    for rank in range(2):
-        net(batch(rank, 0)).sum().backward()
-    for grads in simulate(2, fn, schedule=[1, 1, 0]):
-        for parameter, grad in zip(net.parameters(), grads, strict=True):
-            assert torch.equal(parameter.grad / 2, grad)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_zero_redundancy_optimizer():
-    """torch's sharded optimizer runs on the group too."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    def fn(world):
-        model = DistributedDataParallel(Net(), process_group=world.group)
-        optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.SGD, world.group, lr=LR
-        )
-        for step in range(STEPS):
-            model(batch(world.rank, step)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [each.detach() for each in model.module.parameters()]
-
-    for params in simulate(2, fn):
-        assert all(map(torch.equal, by_hand(2), params))

@@ -76,26 +76,6 @@ def test_a_failure_reaches_ranks_of_other_groups():
     assert all("rank 1 raised ZeroDivisionError" in text for _, text in told)
 
 
-def test_roots_and_peers_are_counted_along_the_axis():
-    """In a table they are numbers of the world."""
-
-    def fn(world):
-        part = world.along("dp_shard")
-        assert part.group.rank() == part.rank
-        got = torch.full((1,), float(world.rank))
-        dist.broadcast(got, group=part.group, group_src=1)
-        source = torch.zeros(1)
-        if part.rank == 0:
-            dist.send(got + 10, group=part.group, group_dst=1)
-        else:
-            assert dist.recv(source, group=part.group) == world.rank - 2
-        return got.item(), source.item()
-
-    run = simulate(4, fn, axes=BOX)
-    assert run.results == ((2, 0), (3, 0), (2, 12), (3, 13))
-    assert [entry.root for entry in run.log if entry.kind == "broadcast"] == [2, 3]
-
-
 def test_messages_of_one_pair_of_ranks_meet_in_their_groups():
     """In whichever order they are sent and received."""
 
