@@ -441,48 +441,6 @@ def test_ranks_of_one_sample_are_not_split_between():
     assert list(simulate(4, fn, axes=ALIKE)) == expected
 
 
-def test_what_is_predicted_and_gathered_comes_once():
-    """Predictions are of whole sequences; samples, draws and lockstep go by batch ranks."""
-    data = af.Data(rows(), global_batch_size=2)
-
-    def fn(world: af.World) -> Any:
-        state = state_of(world, data=data)
-        outputs = af.predict(state, data, lambda net, b: net(b[0], b[2]))
-        predicted = torch.stack([*outputs])
-        batch = next(iter(af.batches(state)))
-        valid = af.all_gather_valid(batch.value[0], batch, world)
-        steps = [*af.join_uneven([1] * (world.batch.rank + 1), world)]
-        with af.fork_rng(state, "noise"):
-            drawn = float(torch.rand(()))
-        return predicted, valid, len(steps), (world.batch.rank, drawn)
-
-    ((whole, _, _, _),) = simulate(1, fn, axes={"cp": 1})
-    found = list(simulate(4, fn, axes=ALIKE))
-    for predicted, valid, steps, _ in found:
-        assert torch.allclose(predicted, whole)
-        assert valid.shape == (2, LENGTH, WIDTH)
-        assert steps == 2
-    assert len({draw for *_, draw in found}) == 2
-
-
-def test_one_rank_reads_a_stream_for_all():
-    """Along "cp" too: a queue has each sample once."""
-    readers = []
-
-    class Queue(torch.utils.data.IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            readers.append(1)
-            return iter(zip(*rows(), strict=True))
-
-    def fn(world: af.World) -> int:
-        data = af.Data(Queue(), global_batch_size=2, dispatch=True)
-        batches = af.batches(state_of(world, data=data), until_epoch=1)
-        return sum(len(batch.value[0]) for batch in batches)
-
-    assert list(simulate(4, fn, axes=ALIKE)) == [1, 1, 1, 1]
-    assert len(readers) == 1
-
-
 def test_a_ring_has_two_pieces_a_rank():
     """One from each end, so that all have as much to do."""
 

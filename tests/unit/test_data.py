@@ -6,7 +6,6 @@ import math
 import re
 import tracemalloc
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
-from datasets.distributed import split_dataset_by_node
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -25,7 +23,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    StackDataset,
     Subset,
     TensorDataset,
 )
@@ -205,14 +202,6 @@ class Noisy(Dataset):
         return torch.rand(1)
 
 
-def test_stacked_datasets_draw_by_sample():
-    """A StackDataset's noise does not depend on the batch size."""
-    small, large = (
-        values(StackDataset(a=Noisy()), global_batch_size=n) for n in (3, 10)
-    )
-    assert torch.equal(torch.cat([value["a"] for value in small]), large[0]["a"])
-
-
 def test_columns_of_a_table():
     """Numbers and booleans become tensors, text and lists what torch's collate makes."""
     rows = {"f": [0.5, 1.5], "b": [True, False], "t": ["a", "b"], "l": [[1, 2], [3, 4]]}
@@ -224,18 +213,6 @@ def test_columns_of_a_table():
     assert values(pa.table(rows), collate=list)[0][1] == {
         k: v[1] for k, v in rows.items()
     }
-
-
-def test_rows_made_by_a_transform():
-    """A transform of datasets is called, and draws what (seed, epoch) says."""
-
-    def noisy(rows):
-        return {"y": [torch.rand(1) for _ in rows["x"]]}
-
-    rows = HF_ROWS.with_transform(noisy)
-    first, again = (torch.cat([v["y"] for v in values(rows)]) for _ in range(2))
-    assert torch.equal(first, again)
-    assert len(first.unique()) == 10
 
 
 class Stream(IterableDataset):
@@ -386,17 +363,6 @@ def stream_data(stream, **options):
     return af.Data(stream, **{"global_batch_size": 3, "collate": numbers, **options})
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_of_datasets_resumes_at_every_batch(workers):
-    """Its own state, made plain, puts a fresh one at the very next sample."""
-    whole = read(stream_data(streamed()))
-    assert [b.value for b in whole] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
-    for done, batch in enumerate(whole[:-1], 1):
-        data = stream_data(streamed(), num_workers=workers)
-        rest = read(data, cursor=batch.cursor)
-        assert [b.value for b in rest] == [b.value for b in whole[done:]]
-
-
 def test_a_shuffle_buffer_is_not_resumed_from_its_state():
     """datasets does not save its buffer: that is refused, or the stream is read again."""
 
@@ -411,36 +377,6 @@ def test_a_shuffle_buffer_is_not_resumed_from_its_state():
         read(stream_data(shuffled()), cursor=cursor)
     rest = read(stream_data(shuffled(), replay=True), cursor=cursor)
     assert [b.value for b in rest] == [b.value for b in whole[2:]]
-
-
-def test_epochs_of_a_shuffled_stream_differ():
-    """set_epoch of datasets is called, so that each epoch has its own order."""
-    data = stream_data(streamed().shuffle(seed=1, buffer_size=10), global_batch_size=10)
-    first, second = (b.value for b in read(data, epochs=2))
-    assert sorted(first) == sorted(second) == ROWS["x"]
-    assert first != second
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        lambda stream, world: stream.shard(world.size, world.rank),
-        lambda stream, world: split_dataset_by_node(stream, world.rank, world.size),
-    ],
-)
-def test_streams_sharded_by_datasets(part):
-    """Each rank reads its own part, and resumes in it; together they have each sample once."""
-
-    def run(world, cursors=None):
-        data = stream_data(part(streamed(), world), global_batch_size=4, sharded=True)
-        found = read(data, world=world, cursor=cursors and cursors[world.rank])
-        kept = [x for b in found for x in np.array(b.value)[~b.filler.numpy()].tolist()]
-        return kept, [b.value for b in found], found[0].cursor
-
-    whole = simulate(2, run).results
-    assert sorted(whole[0][0] + whole[1][0]) == ROWS["x"]
-    rest = simulate(2, lambda world: run(world, [each[2] for each in whole])).results
-    assert [each[1][1:] for each in whole] == [each[1] for each in rest]
 
 
 # Size.
@@ -536,41 +472,6 @@ def test_a_batch_of_tensors_has_the_containers_of_the_dataset(kind, parts):
 
 
 mix = partial(af.Data.mix, global_batch_size=4)
-DRAWING = {
-    "tensors": (data_of(X), False),
-    "table": (data_of(pa.table({"x": X[:, 0].numpy()})), False),
-    "mix of tensors": (mix([X, X]), False),
-    "items": (data_of(Noisy()), True),
-    "mix, first items": (mix([Noisy(), X[:, :1]]), True),
-    "mix, then items": (mix([X[:, :1], Noisy()]), True),
-    "collate": (data_of(X, collate=len), True),
-}
-
-
-@pytest.mark.parametrize("kind", DRAWING)
-def test_what_draws_waits_for_a_thread_that_draws(kind):
-    """What runs code of the user's may draw, and is refused meanwhile; tensors are read."""
-    data, may_draw = DRAWING[kind]
-    state = linear_state(data=data)
-
-    def rows_read():
-        return [batch.num_samples for batch in af.batches(state, until_epoch=1)]
-
-    expected, block = rows_read(), af.fork_rng(state, "noise")
-    with ThreadPoolExecutor(1) as other:
-        with block:
-            with af.fork_rng(state, "more"):  # a block in a block of the same thread
-                error = other.submit(rows_read).exception()
-            drawn = torch.rand(2)
-        after = other.submit(rows_read).result()  # though the block is still there
-        with block:
-            assert torch.equal(drawn, torch.rand(2))
-    assert after == expected
-    if may_draw:
-        assert isinstance(error, af.errors.WorldError)
-        assert "while another thread of this process uses" in str(error)
-    else:
-        assert error is None
 
 
 # Order, samplers and loaders.
@@ -629,45 +530,6 @@ def test_ranks_look_once_at_what_is_alike():
     assert first + second - measured == Counter(
         dict.fromkeys(set(first) & set(second), 2)
     )
-
-
-class Ragged(Dataset):
-    """Samples of one leaf or two, as a generator of its own says."""
-
-    def __init__(self, seed):
-        self.own = np.random.default_rng(seed)
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return [float(index)] * (1 + (self.own.random() < 0.2))
-
-
-def test_samples_of_as_many_parts_as_chance_has_it_are_no_difference():
-    """They differ on one rank as well; what differs beside them is told none the less."""
-
-    def told(make_data):
-        def each_rank(world):
-            try:
-                data = make_data(world.rank)
-                af.evaluate(linear_state(world=world), data, lambda *_: 1.0)
-            except af.errors.ReplicaMismatchError as error:
-                return str(error)
-            return ""
-
-        return set(simulate(2, each_rank).results)
-
-    options = {
-        "global_batch_size": 2,
-        "collate": lambda samples: torch.zeros(len(samples)),
-    }
-    assert told(lambda rank: af.Data(Ragged(rank), **options)) == {""}
-    (said,) = told(
-        lambda rank: af.Data.mix([Ragged(rank), [float(rank), 1.0]], **options)
-    )
-    assert "dataset 1, sample 0" in said
-    assert "dataset 0" not in said
 
 
 TWO_LEAVES = {

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`evaluate` and `predict`: each sample once, exactly, and nothing is changed."""
 
-import math
 from functools import partial
 
 import pytest
@@ -9,14 +8,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.functional import pad
 from torch.utils.data import IterableDataset
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import accelfn as af
 from accelfn.errors import AccelfnWarning, StateError
 from accelfn.testing import simulate
-from tests.states import bits, create, values
+from tests.states import create, values
 
 X = torch.linspace(-1, 1, 33).reshape(11, 3)
 Y = torch.arange(11) % 2
@@ -185,19 +182,6 @@ def test_prediction_without_rows(fn, words):
     assert torch.is_grad_enabled()
 
 
-class Counts(nn.Module):
-    """A model that writes a buffer at each call, in evaluation mode too."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, batch):
-        self.calls += 1
-        return self.layer(batch)
-
-
 def clipped(model, batch):
     with torch.no_grad():
         model[0].bias.clamp_(-0.01, 0.01)
@@ -230,56 +214,6 @@ def test_between_predictions_the_caller_is_himself():
         assert torch.is_grad_enabled()
         drawn.append(float(torch.rand(1)))
     assert expected == drawn
-
-
-@pytest.mark.parametrize("mode", ["autocast", "inference", "no grad"])
-@pytest.mark.parametrize("model", [net, Counts])
-def test_the_callers_modes_are_his_own(mode, model):
-    """What is evaluated and predicted is bitwise the same in any mode, which stays as it was."""
-    modes = {
-        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-        "inference": torch.inference_mode,
-        "no grad": torch.no_grad,
-    }
-
-    def changed(model, batch):  # the batch, too, may be changed in place
-        return model(batch[0].mul_(2))
-
-    def found():
-        measured = af.evaluate(state, data(), lambda *both: changed(*both).mean())
-        return measured, torch.stack(list(af.predict(state, data(), changed)))
-
-    state = make(model)
-    expected = found()
-    with modes[mode]():
-        measured, predicted = found()
-    assert measured == expected[0]
-    assert bits(expected[1]) == bits(predicted)
-
-
-FORMS = {
-    "mean": lambda bad: bad,
-    "by name": lambda bad: {"loss": bad},
-    "sums": lambda bad: af.Loss(bad, 1),
-    "named sums": lambda bad: af.Loss(bad * 0 + 1, 1, a=bad, b=(bad, bad * 0 + 1)),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_stand_ins_count_for_nothing(form, bad, size):
-    """What is infinite or no number on an empty share's stand-in spoils no mean."""
-    samples = af.Data(torch.ones(1, 3), global_batch_size=4)
-
-    def train(world):
-        def measure(*_):
-            return FORMS[form](torch.tensor(bad if world.rank else 1.0))
-
-        return af.evaluate(create(model=Counts, world=world), samples, measure)
-
-    for each in simulate(size, train).results:
-        assert set(each.values()) == {1.0}
 
 
 def test_a_backward_pass_in_what_is_evaluated_says_where_it_is():
@@ -336,59 +270,3 @@ def test_wrong_data_and_functions_are_refused():
     for use in (af.evaluate, lambda *all_: list(af.predict(*all_))):
         with pytest.raises(af.errors.Error, match="3"):
             use(STATE, data(), 3)
-
-
-SIZES = {"vocab_size": 12, "hidden_size": 8, "intermediate_size": 8}
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-CONFIG = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, **SIZES, **TOKENS)
-MOST = 5
-GREEDY = {"max_new_tokens": MOST, "do_sample": False}
-
-
-def padded(items):
-    longest = max(map(len, items))
-    ids = torch.tensor([[0] * (longest - len(each)) + each for each in items])
-    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
-
-
-def writer(world, setup=None):
-    model = lambda: LlamaForCausalLM(CONFIG).double()  # noqa: E731
-    return create(model=model, setup=setup, world=world)
-
-
-def answers(model, batch):
-    whole = model.generate(**batch, **GREEDY)
-    new = whole[:, batch["input_ids"].shape[1] :]
-    return pad(new, (0, MOST - new.shape[1]))
-
-
-def of_a_dataset(prompts, world):
-    state = writer(world, af.chain(af.shard_data(), af.wrap_ddp()))
-    data = af.Data(prompts, global_batch_size=3, collate=padded)
-    return [each[each != 0].tolist() for each in af.predict(state, data, answers)]
-
-
-def of_a_list(prompts, setup, world):
-    model, found = af.snapshot_model(writer(world, setup)), []
-    for prompt in af.split_over_ranks(prompts, world):
-        (whole,) = model.generate(**padded([prompt]), **GREEDY)
-        found.append(whole[len(prompt) :].tolist())
-    return [each for part in af.all_gather_objects(found, world) for each in part]
-
-
-@pytest.mark.parametrize("count", [1, 4, 7])
-def test_texts_are_those_of_the_model_alone(count):
-    """As many as prompts, each its own, on all ranks, however these share them."""
-    prompts = [[1, *(3 + (i * 5 + j) % 9 for j in range(i % 4))] for i in range(count)]
-    model = af.snapshot_model(writer(None))
-    alone = [
-        model.generate(**padded([p]), **GREEDY)[0, len(p) :].tolist() for p in prompts
-    ]
-    for size in (1, 2, 3):
-        ways = [
-            partial(of_a_dataset, prompts),
-            partial(of_a_list, prompts, None),
-            partial(of_a_list, prompts, af.wrap_fsdp()),
-        ]
-        for way in ways:
-            assert [alone] * size == list(simulate(size, way))

@@ -294,29 +294,6 @@ def test_metrics_are_a_mapping():
         metrics["los"]
 
 
-def test_what_is_reported_keeps_no_graph():
-    """No metric, of whichever weight, has a gradient: added up over a run they are numbers."""
-
-    def loss(model, batch):
-        out = model(batch)
-        weight, size = out.abs().sum().detach(), out.square().sum()
-        return af.Loss(out.sum(), weight, size=size, own=(out.sum(), out.std()))
-
-    _, metrics = stepped(loss)
-    for each in metrics.sums.values():
-        parts = (each.amount, each.weight, each.total)
-        assert not any(torch.is_tensor(part) and part.requires_grad for part in parts)
-    assert not any(mean.requires_grad for mean in metrics.values())
-
-
-def test_metrics_are_not_what_a_program_goes_on_counting_with():
-    """A total and a weight that are written again afterwards are those that were given."""
-    total, weight = torch.tensor(6.0), torch.tensor(2.0)
-    metrics = af.Metrics({"errors": (total, weight)})
-    total.add_(1), weight.add_(1)
-    assert float(metrics["errors"]) == 3
-
-
 # Numbers that are odd.
 
 SKIPS = af.chain(af.wrap_ddp(), af.skip_nonfinite(max_consecutive=0))

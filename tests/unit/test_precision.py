@@ -253,26 +253,6 @@ def test_counts_have_the_same_names_in_all_parts():
         step(state, [(x[:n], y[:n]) for n in (8, 6)])
 
 
-@given(counts=st.lists(st.sampled_from([0, 1, 3]), min_size=1, max_size=4))
-def test_a_count_of_0_weighs_nothing(counts):
-    """Loss and gradients are the loss function's own, whichever of its counts are 0."""
-    named = {f"{i}": each for i, each in enumerate(counts)}
-
-    def loss(model, batch, told):
-        assert told == {name: each or 1 for name, each in named.items()}
-        return loss_fn(model, batch) * sum(n / told[name] for name, n in named.items())
-
-    state, factor = create(), sum(map(bool, counts))
-    metrics, grads = af.value_and_grad(loss, count=lambda _: named)(state, batch())
-    plain, expected = af.value_and_grad(loss_fn)(state, batch())
-    assert float(metrics["loss"]) == pytest.approx(float(plain["loss"]) * factor)
-    before = {n: p.clone() for n, p in state.params.items()}
-    after = af.apply_grads(state, grads)
-    for name, grad in expected.tensors.items():
-        moved = (before[name] - after.params[name]) / 0.1
-        assert torch.allclose(moved, grad * factor, atol=1e-5)
-
-
 @given(
     weights=st.lists(st.sampled_from([0.0, 0.0, 8192.0, 3.0]), min_size=1, max_size=5)
 )

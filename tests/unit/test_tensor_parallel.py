@@ -29,7 +29,7 @@ from accelfn.errors import (
 )
 from accelfn.testing import simulate
 from tests.internals import draws
-from tests.states import bits, values
+from tests.states import values
 from tests.strategies import differences
 
 WIDTH, HEADS = 8, 4
@@ -336,26 +336,6 @@ def test_looking_leaves_no_trace():
         return state
 
     check_as_alone(fn)
-
-
-@pytest.mark.parametrize("wrap", [af.wrap_ddp, af.wrap_fsdp])
-def test_gradients_of_parts_survive_others(wrap):
-    """What one pass took stays as it was while others are taken, and can be applied."""
-
-    def fn(world: af.World) -> None:
-        engine = wrap(find_unused_parameters=True)
-        state, other = (state_of(world, engine, optimizer=sgd) for _ in range(2))
-        compute = af.value_and_grad(loss)
-        _, kept = compute(state, X)
-        before = bits(kept.tensors)
-        for _ in range(2):
-            compute(state, X + 1)
-        assert bits(kept.tensors) == before
-        _, expected = compute(other, X)
-        after = af.apply_grads(other, expected).params
-        assert bits(af.apply_grads(state, kept).params) == bits(after)
-
-    simulate(4, fn, axes={"dp_shard": 2, "tp": 2})
 
 
 def one_input(net: Any, x: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,6 @@ from torch import nn
 import accelfn as af
 from accelfn.errors import ArgumentError, CompositionError, ModelError
 from accelfn.testing import simulate
-from tests.internals import is_shard
 from tests.states import STEP, create, linear_state
 
 ALL = (
@@ -150,31 +149,6 @@ def test_a_class_may_say_what_its_slot_is_called():
         )()
 
 
-@af.transform
-class Draws:
-    def grads(self, grads, slot, update):
-        return grads, torch.rand(())
-
-
-def test_draws_are_of_the_seed_that_was_loaded(tmp_path):
-    """Of transforms and losses, though the state has drawn by another seed before it."""
-
-    def dropped(model, batch):
-        return torch.nn.functional.dropout(model(batch).square(), 0.5).mean()
-
-    step, batch = af.make_step(dropped), torch.ones(64, 1)
-    state, _ = step(linear_state(setup=Draws(), seed=1), batch)
-    other, _ = step(linear_state(setup=Draws(), seed=2), batch)
-    af.save(state, tmp_path / "saved")
-    loaded = af.load(other, tmp_path / "saved")
-    assert [*loaded.params.values()] == [*state.params.values()]
-    for _ in range(2):
-        state, expected = step(state, batch)
-        loaded, metrics = step(loaded, batch)
-        assert metrics["loss"] == expected["loss"]
-        assert loaded.slots[Draws().name] == state.slots[Draws().name]
-
-
 def trained(setup: Any, size: int) -> list[dict[str, torch.Tensor]]:
     """Return each rank's parameters and running statistics after two updates."""
     rows = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
@@ -189,19 +163,6 @@ def trained(setup: Any, size: int) -> list[dict[str, torch.Tensor]]:
         return {**state.params, **state.buffers}
 
     return list(simulate(size, rank))
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_who_changes_modules_stands_in_any_order(size):
-    """What recomputes runs again what others have made of a module, wherever it stands."""
-    again, over = af.checkpoint_activations(), af.sync_batchnorm()
-    one, two, plain = (
-        trained(setup, size)
-        for setup in (af.chain(again, over), af.chain(over, again), over)
-    )
-    for other in (two, plain):
-        for mine, theirs in zip(one, other, strict=True):
-            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 def test_a_module_may_be_put_around_one():
@@ -246,41 +207,6 @@ def test_another_module_is_refused(act):
     said = "returned a module with other" if act is copied else ".*these: extra"
     with pytest.raises(ModelError, match=rf"Changes\(\).module {said}"):
         trained(Changes(), 1)
-
-
-def begun(world, setup, seed=0):
-    model = partial(nn.Linear, 3, 5, dtype=torch.float64)
-    return create(model=model, setup=setup, world=world, seed=seed)
-
-
-@af.transform
-class Remembers:
-    def init(self, state):
-        return {"weight": torch.full((5, 3), 0.5, dtype=torch.float64)}
-
-
-@pytest.mark.parametrize("before", [af.wrap_fsdp(), af.wrap_ddp()])
-@pytest.mark.parametrize("partial_load", [False, True])
-def test_what_a_transform_keeps_whole_is_loaded_whole(tmp_path, before, partial_load):
-    """Though it stands under a parameter's name and has its shape."""
-
-    def save(world):
-        af.save(begun(world, af.chain(before, Remembers())), tmp_path / "saved")
-
-    def load(world):
-        state = begun(world, af.chain(af.wrap_fsdp(), Remembers()), seed=1)
-        if partial_load:
-            loaded = af.load_part(state, tmp_path / "saved", only="slots").state
-        else:
-            loaded = af.load(state, tmp_path / "saved")
-        for each in (state, loaded):
-            (kept,) = each.slots.values()
-            assert not is_shard(kept["weight"])
-            assert kept["weight"].eq(0.5).all()
-        assert is_shard(loaded.params["weight"])
-
-    simulate(2, save)
-    simulate(2, load)
 
 
 @af.transform

@@ -10,13 +10,13 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 import accelfn as af
 from accelfn import errors
 from accelfn.errors import ArgumentError, CompositionError, GradsError, WorldError
 from accelfn.testing import simulate
-from tests.internals import collectives, is_shard, local, tree
+from tests.internals import local, tree
 from tests.states import STEP, create
 
 adamw = partial(torch.optim.AdamW, lr=0.1)
@@ -553,30 +553,6 @@ def test_a_custom_step_reduces_within_a_worker():
 wide = partial(create, model=partial(nn.Linear, 3, 5, dtype=torch.float64), setup=FSDP)
 
 
-@pytest.mark.parametrize(
-    "placements",
-    [
-        (Shard(0), Shard(0)),
-        (Replicate(), Partial()),
-        (Partial(), Shard(1)),
-        (Shard(1), Replicate()),
-    ],
-)
-def test_what_a_user_cuts_is_what_torch_gathers(placements):
-    """Parts of parts from the left, and summands, beside parts as layouts cut them."""
-
-    def fn(world):
-        state = wide(world=world)
-        part = torch.arange(6.0).view(2, 3) + world.rank
-        mine = DTensor.from_local(part, world.mesh, placements, run_check=False)
-        tensors = {"mine": mine, **state.params}
-        found = collectives.gather_full(tensors, world, label="whole")
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor.full_tensor(), found[name])
-
-    simulate(4, fn, axes=SQUARE)
-
-
 def test_summands_of_a_tensor_are_not_saved(tmp_path):
     """What ranks have to be added up is refused by its name, and nothing is written."""
 
@@ -698,39 +674,6 @@ def test_a_list_of_whole_and_split_tensors_is_changed_in_one_call(name, dtype):
         change([], [])
 
     simulate(2, each_rank, axes={"dp_shard": 2})
-
-
-@af.transform
-class spoils:
-    """Lets one rank have an infinite number in its part of a gradient."""
-
-    def grads(self, grads, slot, update):
-        if update.world.rank == 1:
-            split = [each for each in grads.tensors.values() if is_shard(each)]
-            local(split[-1]).fill_(torch.inf)
-        return grads, slot
-
-
-@pytest.mark.parametrize(
-    ("axes", "split"),
-    [
-        ({"dp_shard": 2}, af.wrap_fsdp()),
-        ({"tp": 2}, af.tensor_parallel({"0": "gathered"})),
-        ({"tp": 2}, af.tensor_parallel({"1": "gathered"})),
-    ],
-    ids=["all layers", "the first layer", "the last layer"],
-)
-def test_a_part_that_is_not_finite_skips_the_update_of_all(axes, split):
-    """Also where some gradients are whole, which each rank sees by itself."""
-
-    def each_rank(world):
-        model = lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))  # noqa: E731
-        setup = af.chain(split, spoils(), af.skip_nonfinite())
-        state = create(model=model, setup=setup, world=world)
-        state, metrics = STEP(state, torch.ones(2, 3))
-        return state.step, state.num_skipped, float(metrics["skipped"])
-
-    assert list(simulate(2, each_rank, axes=axes)) == [(0, 1, 1.0)] * 2
 
 
 @pytest.mark.parametrize("setup", [FSDP, af.chain(WORKER, EVERY)])

@@ -454,16 +454,6 @@ def test_a_barrier_in_main_first_does_not_let_the_others_in():
         simulate(2, fn)
 
 
-@pytest.mark.parametrize("use", [lambda m: m[0], len, list])
-def test_a_sequence_that_was_given_away_says_so(use):
-    """Whatever way it is asked for its layers."""
-    model = nn.Sequential(nn.Linear(3, 2))
-    create(model=model)
-    words = "passed this .* to TrainState.create"
-    with pytest.raises(errors.ModelError, match=words):
-        use(model)
-
-
 @pytest.mark.parametrize("sizes", [2, [], [0], "12", [True]])
 def test_numbers_of_ranks_are_asked_for(sizes):
     """Wherever a law is tried in worlds of several sizes."""
