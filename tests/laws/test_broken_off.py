@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.testing import simulate
+from accelfn.testing import Crash, simulate
 from tests.laws.broken_calls import (
     CALLS,
     OPTIMIZERS,
@@ -48,6 +48,7 @@ from tests.laws.broken_off import (
     left_behind,
     threads,
 )
+from tests.laws.elastic import Training
 from tests.states import bits, values
 
 WRITES = {"save", "export", "stored", "stored_behind"}
@@ -297,8 +298,34 @@ def check(call: str, setup: int, drawn: dict[str, Any], *, places: int) -> None:
 Meeting = tuple[Counter[Place], list[Any]]
 
 
-def meet(setup, act, hit, breaking, ended) -> list[Any]:
-    """Let two ranks make a call, which is broken off on one; note how it ended on each."""
+@attrs.frozen
+class Attempt:
+    """A call that is broken off on one of two ranks, and how it ended on each."""
+
+    hit: int
+    breaking: Breaking = attrs.field(factory=Breaking)
+    ended: dict[int, str] = attrs.field(factory=dict)
+
+    def make(self, state: af.TrainState, act: Callable[[], Any], *, changes: bool):
+        """Make the call on a rank; a state that it leaves is as before, or was changed."""
+        rank, before, held = state.world.rank, values(state), Held(state)
+        try:
+            with self.breaking if rank == self.hit else nullcontext():
+                found = act()
+        except BaseException as error:
+            is_it = self.breaking.raised in causes(error)
+            self.ended[rank] = "broken off" if is_it else str(error)
+            if not state.lease.is_over:
+                assert values(state) == before
+            elif changes:
+                assert held.has_changed()
+            raise
+        self.ended[rank] = "done"
+        return found
+
+
+def meet(setup: str, act: Callable[[Scene], Any], broken: Attempt) -> list[Any]:
+    """Let two ranks make a call."""
 
     def on_rank(world: af.World) -> Any:
         state, steps = created(setup, "momentum", world), STEPS[mean_loss]
@@ -306,32 +333,57 @@ def meet(setup, act, hit, breaking, ended) -> list[Any]:
         scene = Scene(state, mean_loss, folder)
         if act is load:
             af.save(state, folder.parent / "kept" / "saved")
-        before, held = values(state), Held(state)
-        try:
-            with breaking if world.rank == hit else nullcontext():
-                found = told(act(scene))
-        except BaseException as error:
-            raised = breaking.raised
-            ended[world.rank] = "broken off" if raised in causes(error) else str(error)
-            if not state.lease.is_over:
-                assert values(state) == before
-            elif act is not finalize:
-                assert held.has_changed()
-            raise
-        ended[world.rank] = "done"
-        return found
+        changes = act is not finalize
+        return broken.make(state, lambda: told(act(scene)), changes=changes)
 
     with lent() as folder, torch.random.fork_rng():
         (folder.parent / "kept").mkdir()
         return list(simulate(2, on_rank).results)
 
 
+GO_ON = {"ddp": af.wrap_ddp(), "apart": af.local_sgd(sync_every=1)}
+
+
+def go_on(setup: str, broken: Attempt) -> list[Any]:
+    """Let two of three ranks go on without the third."""
+    training = Training(setup=GO_ON[setup], every=1, updates=3, optimizer="momentum")
+
+    def on_rank(world: af.World) -> Any:
+        state = training.train(training.state(world), 1)
+        with pytest.raises(af.errors.PeerFailedError):
+            training.train(state.copy(), 2)
+        state = broken.make(state, lambda: af.regroup(state), changes=False)
+        return values(training.train(state, 1))
+
+    with torch.random.fork_rng():
+        return list(simulate(3, on_rank, faults=[Crash(2, step=1)], elastic=2))
+
+
 @functools.cache
-def undisturbed(setup: str, act: Callable[[Scene], Any], hit: int) -> Meeting:
+def undisturbed(act: Callable[..., list[Any]], hit: int, *args: Any) -> Meeting:
     """Return the places of a call on a rank, and what it gives on both."""
-    meet(setup, act, hit, Breaking(), {})  # what is made once is there
+    act(*args, Attempt(hit))  # what is made once is there
     counted = Breaking(but="testing")
-    return counted.counts, meet(setup, act, hit, counted, {})
+    return counted.counts, act(*args, Attempt(hit, counted))
+
+
+def check_told(act: Callable[[Attempt], Any], broken: Attempt) -> Any:
+    """Break a call off; return what it gave all ranks if none heard of it."""
+    hit, found, error = broken.hit, None, None
+    there, was = threads(), around()
+    try:
+        found = act(broken)
+    except BaseException as caught:  # noqa: BLE001 - it is judged
+        error = caught
+    if error is not None:
+        notes = "\n".join(getattr(error, "__notes__", []))
+        assert f"rank {hit}" in f"{error} {notes}".lower()
+        assert broken.ended[hit] == "broken off"
+        other = broken.ended.get(1 - hit, "done")
+        assert other == "done" or f"rank {hit}" in other.lower()
+    error = broken.breaking.raised = None
+    assert left_behind(was, there) == []
+    return found
 
 
 @given(
@@ -353,24 +405,32 @@ def test_what_is_broken_off_on_a_rank_is_told_to_the_other(
     before, and so is what other ranks do in it.
     """
     with lent():
-        counts, expected = undisturbed(setup, act, hit)
+        counts, expected = undisturbed(meet, hit, setup, act)
         assume(counts)  # a call may have nothing to do
         at = [*counts][int(place * len(counts))]
         breaking = Breaking(at, int(which * counts[at]), KINDS[kind], but="testing")
-        ended, found, error = dict[int, str](), None, None
-        there, was = threads(), around()
-        try:
-            found = meet(setup, act, hit, breaking, ended)
-        except BaseException as caught:  # noqa: BLE001 - it is judged
-            error = caught
-        if error is None:  # it was about what is only looked at
-            assert found == expected
-        else:
-            notes = "\n".join(getattr(error, "__notes__", []))
-            assert f"rank {hit}" in f"{error} {notes}".lower()
-            assert ended[hit] == "broken off"
-            other = ended[1 - hit]
-            assert other == "done" or f"rank {hit}" in other.lower()
-        error = breaking.raised = None
-        assert left_behind(was, there) == []
-        assert meet(setup, act, hit, Breaking(), {}) == expected
+        found = check_told(functools.partial(meet, setup, act), Attempt(hit, breaking))
+        assert found in (None, expected)  # it was about what is only looked at
+        assert meet(setup, act, Attempt(hit)) == expected
+
+
+@given(
+    setup=st.sampled_from(sorted(GO_ON)),
+    hit=st.integers(0, 1),
+    kind=st.sampled_from(sorted(KINDS)),
+    file=PARTS,
+    line=PARTS,
+    which=PARTS,
+)
+@example(setup="apart", hit=0, kind="Broken", file=0.216, line=0.216, which=0.82)
+def test_ranks_that_go_on_are_told_who_does_not(setup, hit, kind, file, line, which):
+    """Where a regroup is broken off on one, the other has gone on, or hears of that rank."""
+    with lent():
+        counts, expected = undisturbed(go_on, hit, setup)
+        files = sorted({each[0] for each in counts})
+        lines = [each for each in counts if each[0] == files[int(file * len(files))]]
+        at = lines[int(line * len(lines))]
+        breaking = Breaking(at, int(which * counts[at]), KINDS[kind], but="testing")
+        broken = Attempt(hit, breaking)
+        assert check_told(functools.partial(go_on, setup), broken) is None
+        assert go_on(setup, Attempt(hit)) == expected
