@@ -8,8 +8,23 @@ from safetensors.torch import save_file
 from torch import nn
 
 import accelfn as af
+from tests.checkpoints import refused
 from tests.internals import units_of
 from tests.real_models import REAL, real
+
+ArgumentError, ModelError = af.errors.ArgumentError, af.errors.ModelError
+
+
+def empty(make):
+    """Return a model without values."""
+    with af.empty_weights():
+        return make()
+
+
+def not_placed(words, kind, *args, **options):
+    """Expect that a model is not placed."""
+    with refused(words, kind), af.on_devices(*args, **options):
+        pass
 
 
 class Net(nn.Module):
@@ -42,136 +57,86 @@ def test_a_plan_is_a_table(tmp_path):
     assert moved != plan == moved.moved("embed", "cpu").moved("blocks.1", "cpu")
 
 
-@pytest.mark.parametrize(
-    ("budgets", "said"),
-    [
-        (
-            {"cpu": 100},
-            r"'cpu': 100 B.*room for the unit 'embed \+ head' of 128 B",
-        ),
-        (
-            {"cpu": 100, "disk": "."},
-            r"100 B is too small.*128 B are for offloaded units.*\(embed \+ head\)",
-        ),
-        ({"cpu": "1 apple"}, r"'1 apple'.*expected an integer number of bytes"),
-        ({"cpu": 0}, "expected an integer number of bytes"),
-        ({"gpu": 9}, "no device 'gpu'"),
-        ({"cuda:99": 9}, "no device 'cuda:99'"),
-        ({"meta": 9}, "have no values"),
-        ({"disk": "."}, "other than the disk"),
-        ({}, "expected bytes by device"),
-        (3, "expected bytes by device"),
-        ({"cpu": 9, "disk": "./no/such"}, "folder does not exist"),
-    ],
-)
+BUDGETS = [
+    ({"cpu": 100}, r"'cpu': 100 B.*room for the unit 'embed \+ head' of 128 B"),
+    (
+        {"cpu": 100, "disk": "."},
+        r"100 B is too small.*128 B are for offloaded units.*\(embed \+ head\)",
+    ),
+    ({"cpu": "1 apple"}, r"'1 apple'.*expected an integer number of bytes"),
+    ({"cpu": 0}, "expected an integer number of bytes"),
+    ({"gpu": 9}, "no device 'gpu'"),
+    ({"cuda:99": 9}, "no device 'cuda:99'"),
+    ({"meta": 9}, "have no values"),
+    ({"disk": "."}, "other than the disk"),
+    ({}, "expected bytes by device"),
+    (3, "expected bytes by device"),
+    ({"cpu": 9, "disk": "./no/such"}, "folder does not exist"),
+]
+
+
+@pytest.mark.parametrize(("budgets", "said"), BUDGETS)
 def test_budgets_that_make_no_sense_are_refused(budgets, said):
     """Each with what was given, and the sizes where one is too small."""
-    with pytest.raises(af.errors.ArgumentError, match=said):
+    with refused(said, ArgumentError):
         af.plan_devices(Net(), budgets)
 
 
 def test_moves_that_make_no_sense_are_refused(tmp_path):
     """An unknown unit, a device without budget, one whose budget is too small."""
     plan = af.plan_devices(Net(), {"cpu": 300, "disk": tmp_path})
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"no unit has this name.*blocks.0"
-    ):
+    with refused(r"no unit has this name.*blocks.0", ArgumentError):
         plan.moved("block", "cpu")
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"budgets only for 'cpu', 'disk'"
-    ):
+    with refused(r"budgets only for 'cpu', 'disk'", ArgumentError):
         plan.moved("embed", "cuda:0")
-    small = af.plan_devices(Net(), {"cpu": 208, "disk": tmp_path}).moved(
-        "embed", "disk"
-    )
-    with pytest.raises(
-        af.errors.ArgumentError, match="208 B is too small. The device needs 288 B"
-    ):
-        small.moved("blocks.0", "cpu").moved("blocks.1", "cpu")
+    small = af.plan_devices(Net(), {"cpu": 208, "disk": tmp_path})
+    small = small.moved("embed", "disk").moved("blocks.0", "cpu")
+    with refused("208 B is too small. The device needs 288 B", ArgumentError):
+        small.moved("blocks.1", "cpu")
 
 
 def test_plans_of_other_models_are_refused(tmp_path):
     """What a plan leaves out is named, and what the model does not have."""
     net, plan = Net(), af.plan_devices(Net(), {"cpu": 400, "disk": tmp_path})
     net.more = nn.Linear(1, 1)
-    with (
-        pytest.raises(af.errors.ArgumentError, match="does not have more"),
-        af.on_devices(net, plan),
-    ):
-        pass
+    not_placed("does not have more", ArgumentError, net, plan)
     smaller = Net()
     del smaller.blocks[1]
-    with (
-        pytest.raises(af.errors.ArgumentError, match="twice: blocks.1"),
-        af.on_devices(smaller, plan),
-    ):
-        pass
-    with (
-        pytest.raises(af.errors.ArgumentError, match="result of af.plan_devices"),
-        af.on_devices(net, {}),
-    ):
-        pass
-    with af.empty_weights():
-        empty = Net()
-    with (
-        pytest.raises(af.errors.ModelError, match="no values: embed.weight"),
-        af.on_devices(empty, plan),
-    ):
-        pass
+    not_placed("twice: blocks.1", ArgumentError, smaller, plan)
+    not_placed("result of af.plan_devices", ArgumentError, net, {})
+    not_placed("no values: embed.weight", ModelError, empty(Net), plan)
 
 
 def test_a_placed_model_is_for_its_forward_alone(tmp_path):
     """No state is made of it, it is not placed twice, and gradients are refused."""
-    net = Net()
-    plan = af.plan_devices(net, {"cpu": 400, "disk": tmp_path}).moved(
-        "blocks.0", "disk"
-    )
-    ids = torch.arange(4)
+    net, ids = Net(), torch.arange(4)
+    plan = af.plan_devices(net, {"cpu": 400, "disk": tmp_path})
+    plan = plan.moved("blocks.0", "disk")
     with af.on_devices(net, plan) as model:
-        with pytest.raises(af.errors.ModelError, match="inside `with af.on_devices"):
+        with refused("inside `with af.on_devices", ModelError):
             af.TrainState.create(model=model, optimizer=torch.optim.SGD)
-        with (
-            pytest.raises(af.errors.ModelError, match="only the forward pass"),
-            af.on_devices(model, plan),
-        ):
-            pass
-        with (
-            pytest.raises(af.errors.ModelError, match="gradients are enabled"),
-            torch.enable_grad(),
-        ):
+        not_placed("only the forward pass", ModelError, model, plan)
+        with refused("gradients are enabled", ModelError), torch.enable_grad():
             model(ids)
         assert not model(ids).requires_grad
     assert net(ids).requires_grad
     af.TrainState.create(model=net, optimizer=torch.optim.SGD)
 
 
-@pytest.mark.parametrize("call", ["plan_devices", "on_devices"])
-def test_what_is_no_module_is_not_placed(call, tmp_path):
+def test_what_is_no_module_is_not_placed(tmp_path):
     """The function is named, and what it was given."""
     plan = af.plan_devices(Net(), {"cpu": 400, "disk": tmp_path})
-    calls = {
-        "plan_devices": af.plan_devices,
-        "on_devices": lambda wrong, _: af.on_devices(wrong, plan).__enter__(),
-    }
-    with pytest.raises(
-        af.errors.ModelError, match=rf"af\.{call}\(model=.*expected a torch"
-    ):
-        calls[call](len, {"cpu": 400})
+    with refused(r"af\.plan_devices\(model=.*expected a torch", ModelError):
+        af.plan_devices(len, {"cpu": 400})
+    not_placed(r"af\.on_devices\(model=.*expected a torch", ModelError, len, plan)
 
 
+LACKS = "is on the meta"
 WEIGHTS = {
-    "of another dtype": ("blocks.1.bias", lambda t: t.half(), "float16 tensor of sh"),
+    "of another dtype": ("blocks.1.bias", torch.Tensor.half, "float16 tensor of sh"),
     "of another shape": ("blocks.1.bias", lambda t: t[:2].clone(), r"shape \(2,\) in"),
-    "missing": (
-        "blocks.1.bias",
-        lambda _: None,
-        "parameter blocks.1.bias is on the meta",
-    ),
-    "of a tie": (
-        "embed.weight",
-        lambda _: None,
-        "parameter embed.weight is on the meta",
-    ),
+    "missing": ("blocks.1.bias", None, f"parameter blocks.1.bias {LACKS}"),
+    "of a tie": ("embed.weight", None, f"parameter embed.weight {LACKS}"),
 }
 
 
@@ -180,17 +145,13 @@ def test_weights_of_another_model_are_refused(case, tmp_path):
     """A parameter that the files lack, or have otherwise, is named, and the model is as it was."""
     name, change, said = WEIGHTS[case]
     held = {n: t for n, t in Net().state_dict().items() if n != "head.weight"}
-    with af.empty_weights():
-        model = Net()
+    model = empty(Net)
     plan = af.plan_devices(model, {"cpu": 400, "disk": tmp_path})
-    changed = {n: change(t) if n == name else t for n, t in held.items()}
-    there = {n: t for n, t in changed.items() if t is not None}
+    there = {n: t for n, t in held.items() if n != name}
+    if change:
+        there[name] = change(held[name])
     save_file(there, tmp_path / "model.safetensors")
-    with (
-        pytest.raises(af.errors.CheckpointError, match=said),
-        af.on_devices(model, plan, weights=tmp_path),
-    ):
-        pass
+    not_placed(said, af.errors.CheckpointError, model, plan, weights=tmp_path)
     assert all(param.is_meta for param in model.parameters())
     save_file(held, tmp_path / "model.safetensors")
     with af.on_devices(model, plan, weights=tmp_path) as lent:
@@ -201,9 +162,8 @@ def test_weights_of_another_model_are_refused(case, tmp_path):
 
 def test_a_buffer_of_another_shape_is_refused(tmp_path):
     """With both shapes; one that the files have under its second name is read."""
-    with af.empty_weights():
-        model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-        model[1].running_mean = model[0].running_mean
+    model = empty(lambda: nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2)))
+    model[1].running_mean = model[0].running_mean
     layer = nn.BatchNorm1d(2).state_dict()
     held = {f"{at}.{n}": t.clone() for at in range(2) for n, t in layer.items()}
     held["1.running_mean"] = torch.tensor([3.0, 4.0])
@@ -215,11 +175,7 @@ def test_a_buffer_of_another_shape_is_refused(tmp_path):
     held["1.running_var"] = torch.ones(3)
     save_file(held, tmp_path / "model.safetensors")
     said = r"buffer 1\.running_var needs .* \(2,\), but .* shape \(3,\)"
-    with (
-        pytest.raises(af.errors.CheckpointError, match=said),
-        af.on_devices(model, plan, weights=tmp_path),
-    ):
-        pass
+    not_placed(said, af.errors.CheckpointError, model, plan, weights=tmp_path)
 
 
 def test_a_plan_is_of_the_model_s_units_and_its_own_budgets(tmp_path):
@@ -231,13 +187,7 @@ def test_a_plan_is_of_the_model_s_units_and_its_own_budgets(tmp_path):
     first, *others = plan.units
     strange = attrs.evolve(plan, units=(attrs.evolve(first, device="cuda:7"), *others))
     for model, given in ((untied, plan), (net, apart), (net, strange)):
-        with (
-            pytest.raises(
-                af.errors.ArgumentError, match="model has other units|no budget"
-            ),
-            af.on_devices(model, given),
-        ):
-            pass
+        not_placed("model has other units|no budget", ArgumentError, model, given)
 
 
 def test_memory_that_is_shared_is_refused_on_the_disk(tmp_path):
@@ -245,11 +195,7 @@ def test_memory_that_is_shared_is_refused_on_the_disk(tmp_path):
     net = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2)})
     net["a"].weight = nn.Parameter(net["b"].weight.data)
     plan = af.plan_devices(net, {"cpu": 99, "disk": tmp_path}).moved("a", "disk")
-    with (
-        pytest.raises(af.errors.ModelError, match="shares its memory"),
-        af.on_devices(net, plan),
-    ):
-        pass
+    not_placed("shares its memory", ModelError, net, plan)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -260,38 +206,30 @@ def test_real_models_compute_from_the_disk(name, tmp_path):
     torch.manual_seed(1)
     model = make()
     model.save_pretrained(tmp_path, save_original_format=False)
-    with af.empty_weights():
-        empty = make()
-    units = af.plan_devices(empty, {"cpu": "1GiB", "disk": tmp_path}).units
+    meta = empty(make)
+    units = af.plan_devices(meta, {"cpu": "1GiB", "disk": tmp_path}).units
     budget = 2 * max(unit.num_bytes for unit in units)
-    plan = af.plan_devices(empty, {"cpu": budget, "disk": tmp_path})
+    plan = af.plan_devices(meta, {"cpu": budget, "disk": tmp_path})
     assert "disk" in {unit.device for unit in plan.units}
-    with torch.no_grad(), af.on_devices(empty, plan, weights=tmp_path) as lent:
+    with torch.no_grad(), af.on_devices(meta, plan, weights=tmp_path) as lent:
         assert torch.equal(model(**inputs).logits, lent(**inputs).logits)
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path):
     """Statistics that the files lack are named; values that the model has are not ignored."""
-    with af.empty_weights():
-        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    plan = af.plan_devices(model, {"cpu": "1MiB", "disk": tmp_path})
-    held = {f"0.{n}": t for n, t in nn.Linear(2, 2).state_dict().items()}
-    held |= {f"1.{n}": torch.ones(2) for n in ("weight", "bias")}
-    save_file(held, tmp_path / "model.safetensors")
-    with (
-        pytest.raises(
-            af.errors.CheckpointError, match="buffer 1.running_mean .* have none"
-        ),
-        af.on_devices(model, plan, weights=tmp_path),
-    ):
-        pass
-    whole = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    plan = af.plan_devices(whole, {"cpu": "1MiB", "disk": tmp_path})
-    with (
-        pytest.raises(af.errors.ArgumentError, match="already has values"),
-        af.on_devices(whole, plan, weights=tmp_path),
-    ):
-        pass
+
+    def refuse(words, kind, model):
+        plan = af.plan_devices(model, {"cpu": "1MiB", "disk": tmp_path})
+        not_placed(words, kind, model, plan, weights=tmp_path)
+
+    def make():
+        return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+    params = {n: p.detach() for n, p in make().named_parameters()}
+    save_file(params, tmp_path / "model.safetensors")
+    words = "buffer 1.running_mean .* have none"
+    refuse(words, af.errors.CheckpointError, empty(make))
+    refuse("already has values", ArgumentError, make())
 
 
 def test_what_has_no_elements_shares_no_memory(tmp_path):
