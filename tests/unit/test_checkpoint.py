@@ -11,7 +11,6 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections import OrderedDict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -79,21 +78,10 @@ def test_ranks_that_see_no_common_directory(tmp_path):
     def save(world):
         af.save(fresh(world=world), tmp_path / str(world.rank) / "saved")
 
-    with refused(
-        r"rank 1 could not.*does not exist on this rank.*one directory",
-        CheckpointWriteError,
-    ):
+    words = "rank 1 could not.*does not exist on this rank.*one directory"
+    with refused(words, CheckpointWriteError):
         simulate(2, save)
     assert not list(tmp_path.rglob("*saved"))
-
-
-def test_existing_directory(saved):
-    """A directory that exists is not written into; the refusal names it."""
-    before = {path.name: path.read_bytes() for path in saved.iterdir()}
-    with refused(r"step 2.*saved already exists.*new directory"):
-        af.save(made(), saved)
-    assert before == {path.name: path.read_bytes() for path in saved.iterdir()}
-    assert [saved] == list(saved.parent.iterdir())
 
 
 @pytest.mark.parametrize("directory", [".", "..", "/"])
@@ -115,10 +103,13 @@ def test_relative_directory(tmp_path, monkeypatch):
 # States that are saved together.
 
 
+PAIR = {"actor": made(), "critic": made(seed=1)}
+
+
 @pytest.fixture
 def both(tmp_path):
     """Return the directory of two states that were saved together."""
-    af.save({"actor": made(), "critic": made(seed=1)}, tmp_path / "both")
+    af.save(PAIR, tmp_path / "both")
     return tmp_path / "both"
 
 
@@ -152,25 +143,22 @@ def test_fields_of_one_of_several_states(both):
 @pytest.mark.parametrize("gone", ["critic", "critic/manifest.json"])
 def test_a_store_names_an_older_pair(tmp_path, gone):
     """Where a part of the newest pair is missing, the pair before it is named."""
-    pair = {"actor": made(), "critic": made(seed=1)}
     with af.CheckpointStore(tmp_path, async_=False) as store:
-        store.save({n: attrs.evolve(state, step=1) for n, state in pair.items()})
-        store.save(pair)
+        store.save({n: attrs.evolve(state, step=1) for n, state in PAIR.items()})
+        store.save(PAIR)
     path = tmp_path / "step-00000002" / gone
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     with refused("critic", CheckpointCorruptError) as caught:
         store.restore({"actor": fresh(), "critic": fresh()})
     assert "step=1" in "".join(caught.value.__notes__)
     found = store.restore({"actor": fresh(), "critic": fresh()}, step=1)
-    assert values(found["critic"])["params"] == values(pair["critic"])["params"]
+    assert values(found["critic"])["params"] == values(PAIR["critic"])["params"]
 
 
 def test_a_lone_state_is_loaded_alone(saved):
     """Several states by name are no way to load one that was saved alone."""
-    code = re.escape(
-        f"has a single state. Load it with af.load(state, {str(saved)!r})."
-    )
-    with refused(f"expected states named actor, but the checkpoint {code}"):
+    code = re.escape(f"single state. Load it with af.load(state, {str(saved)!r}).")
+    with refused(f"expected states named actor, but the checkpoint has a {code}"):
         af.load({"actor": fresh()}, saved)
 
 
@@ -187,10 +175,8 @@ CALLS_WITH_STATES = {
 def test_names_of_states_are_words(call, tmp_path):
     """They are directories' names; nothing else is taken, nor no state at all."""
     act, state, runs = CALLS_WITH_STATES[call], small(), tmp_path / "runs"
-    names = (
-        {"actor": state, name: state} for name in ("", "a/b", "..", "a.b", 3, None)
-    )
-    for states in (*names, {}):
+    names = "", "a/b", "..", "a.b", 3, None
+    for states in (*({"actor": state, name: state} for name in names), {}):
         with refused(f"{call}.*not a valid name for a state", ArgumentError):
             act(states, runs)
     with refused(rf"{call}.*expected a TrainState", ArgumentError):
@@ -202,12 +188,11 @@ def test_states_of_several_worlds_are_rejected(call, tmp_path):
     """On every rank, before anything is written."""
 
     def fn(world):
-        setup = af.shard_data()
-        pair = world.split(size=2)
-        states = {
-            "actor": fresh(setup=setup, world=world),
-            "critic": fresh(setup=setup, world=pair),
-        }
+        actor, critic = (
+            fresh(setup=af.shard_data(), world=each)
+            for each in (world, world.split(size=2))
+        )
+        states = {"actor": actor, "critic": critic}
         with refused(f"{call}.*actor, critic are in diff", WorldError):
             CALLS_WITH_STATES[call](states, tmp_path / "runs")
 
@@ -319,11 +304,9 @@ def test_what_differs_often_is_counted(tmp_path, count, what):
     with pytest.raises(CheckpointError) as caught:
         af.load(state, tmp_path / "saved")
     rows = [row.strip() for row in str(caught.value).splitlines()]
-    told = [row for row in rows if "layer_" in row]
-    assert len(told) == 10
-    assert [row for row in rows if row.startswith("and ")] == [
-        f"and {count - 10} more" for _ in range(count > 10)
-    ]
+    assert len([row for row in rows if "layer_" in row]) == 10
+    more = [f"and {count - 10} more"] if count > 10 else []
+    assert [row for row in rows if row.startswith("and ")] == more
 
 
 @af.transform
@@ -339,20 +322,14 @@ class Merging:
         return self.merging(slots)
 
 
-@pytest.mark.parametrize(
-    ("merge", "said"),
-    [
-        (
-            lambda slots: slots[9],
-            r"could not merge the slots that .* saved: IndexError",
-        ),
-        (
-            lambda slots: ([1.0], slots[0]),
-            "returned 1 weights for the slots of 2 ranks",
-        ),
-        (lambda slots: ([0.5] * 3, slots[0]), "returned 3 weights for the slots of 2"),
-    ],
-)
+MERGES = [
+    (lambda slots: slots[9], "could not merge the slots that .* saved: IndexError"),
+    (lambda slots: ([1.0], slots[0]), "returned 1 weights for the slots of 2 ranks"),
+    (lambda slots: ([0.5] * 3, slots[0]), "returned 3 weights for the slots of 2"),
+]
+
+
+@pytest.mark.parametrize(("merge", "said"), MERGES, ids=["raises", "few", "many"])
 def test_a_merge_of_ones_own_that_fails_is_named(tmp_path, merge, said):
     """What it raised, or how many weights it gave and for how many ranks."""
     state = partial(fresh, setup=Merging(merge), data=None)
@@ -468,12 +445,6 @@ def test_a_save_is_due_when_its_period_is_over(waits, size):
 
 
 OTHERS = {
-    "width": ({"model": partial(net, 5)}, r"0\.weight saved as \(4, 3\).*\(5, 3\)"),
-    "names": (
-        {"model": lambda: nn.Sequential(OrderedDict(other=nn.Linear(3, 4)))},
-        r"(?s)missing.*other\.weight.*unexpected.*0\.weight",
-    ),
-    "dtype": ({"model": lambda: net().double()}, r"0\.weight.*float32.*float64"),
     "both": (
         {"model": lambda: net(5).double()},
         r"weight saved as \(4, 3\) torch.float32, expected \(5, 3\) torch.float64",
@@ -576,15 +547,12 @@ def test_a_sample_that_cannot_be_read_is_told(tmp_path_factory, at, times):
     assert named.facts["fingerprint"] == "crawl"
 
 
-@pytest.mark.parametrize(
-    "leaf", [torch.eye(2).to_sparse(), torch.ones(1, device="meta")]
-)
-def test_a_sample_without_bytes_has_a_fingerprint(leaf):
+@pytest.mark.parametrize("layout", ["sparse", "meta"])
+def test_a_sample_without_bytes_has_a_fingerprint(layout):
     """What has no bytes to hash tells nothing, and is no failure."""
-    one, other = (
-        af.Data([leaf, leaf, X[0]], global_batch_size=1).facts for _ in range(2)
-    )
-    assert one == other
+    leaf = torch.eye(2).to_sparse() if layout == "sparse" else X[0].to("meta")
+    data = partial(af.Data, [leaf, leaf, X[0]], global_batch_size=1)
+    assert data().facts == data().facts
 
 
 CALLS = {
@@ -632,11 +600,7 @@ def test_metrics_of_a_save_are_numbers_by_name(tmp_path):
 SPLIT = af.accumulate(num_micro_batches=2)
 CLIPPED = af.clip_grad_norm(1.0)
 CHANGES = {
-    "an average": (
-        af.ema(0.5),
-        af.ema(0.9),
-        r"ema: af\.ema\(0\.5\), now af\.ema\(0\.9\)",
-    ),
+    "an average": (af.ema(0.5), af.ema(0.9), r"ema: af\.ema\(0\.5\), now .*0\.9\)"),
     "a bound": (CLIPPED, af.clip_grad_norm(2.0), "now af.*2.0"),
     "a bound more": (None, CLIPPED, "clip_grad_norm: absent, now"),
     "a bound less": (CLIPPED, None, r"clip_grad_norm\(1\.0\), now absent"),
