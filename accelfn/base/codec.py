@@ -115,7 +115,7 @@ def encode(
         _check_number(tree, path)
         return tree
     if isinstance(tree, float):
-        return tree if math.isfinite(tree) else {"float": repr(tree)}
+        return tree if math.isfinite(tree) else {"float": repr(float(tree))}
     if room == 0:
         msg = f"{path[:200]} is nested in more than {MAX_DEPTH} containers, or contains itself."
         raise PlainDataError(msg)

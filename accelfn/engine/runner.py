@@ -676,11 +676,11 @@ class CallOrder:
     def goes_on(self) -> Generator[None]:
         """In a `with` block, make the collectives of the loss wait for their turn."""
         activity = self._ranks.connection.activity
-        activity.before_call = self.reach
+        outer, activity.before_call = activity.before_call, self.reach
         try:
             yield
         finally:
-            activity.before_call = None
+            activity.before_call = outer
 
     def reach(self, label: str, world: World | None = None) -> None:
         """Take part in calls that come first; return when it is this call's turn.

@@ -185,17 +185,13 @@ def _size(scores: Scores, dim: int | None = None) -> Any:
     return torch.Size(shape) if dim is None else shape[dim]
 
 
-def _transpose(scores: Scores, a: int = -2, b: int = -1) -> Scores:
-    order = list(range(_part(scores).ndim))
-    order[a], order[b] = order[b], order[a]
-    return _permute(scores, order)
-
-
-def _permute(scores: Scores, *dims: Any) -> Scores:
+def _move_dims(func: Any, scores: Scores, *args: Any, **options: Any) -> Scores:
+    """Apply a function that changes only the order of dims."""
     part = _part(scores)
-    order = dims[0] if isinstance(dims[0], (tuple, list)) else dims
-    order = [int(dim) % part.ndim for dim in order]
-    return Scores.of(part.permute(order), scores._ranks, order.index(scores._dim))
+    strided = torch.empty([2] * part.ndim, device="meta")  # each dim has its own stride
+    moved = func(strided, *args, **options).stride()
+    dim = moved.index(strided.stride(scores._dim))
+    return Scores.of(func(part, *args, **options), scores._ranks, dim)
 
 
 def _flatten(scores: Scores, start_dim: int = 0, end_dim: int = -1) -> Any:
@@ -206,15 +202,14 @@ def _flatten(scores: Scores, start_dim: int = 0, end_dim: int = -1) -> Any:
     return Scores.of(part.flatten(start, end), scores._ranks, dim - (end - start))
 
 
-def _view(scores: Scores, *sizes: Any) -> Any:
+def _view(func: Any, scores: Scores, *args: Any, **options: Any) -> Any:
+    """Apply `view` or `reshape`, if the dim of words stays the last one."""
     part, shape = _part(scores), _size(scores)
-    new: Any = sizes[0] if isinstance(sizes[0], (tuple, list)) else sizes
-    if scores._dim != part.ndim - 1 or not all(isinstance(n, int) for n in new):
+    new = func(torch.empty(shape, dtype=part.dtype, device="meta"), *args, **options)
+    is_last = scores._dim == part.ndim - 1 and new.shape[-1:] == shape[-1:]
+    if not is_last or new.dtype != part.dtype:
         return NotImplemented
-    *rest, last = torch.empty(shape, device="meta").view(new).shape
-    if last != shape[-1]:
-        return NotImplemented
-    return Scores.of(part.reshape(*rest, part.shape[-1]), scores._ranks)
+    return Scores.of(part.reshape(*new.shape[:-1], part.shape[-1]), scores._ranks)
 
 
 def _index(scores: Scores, index: Any) -> Any:
@@ -254,6 +249,10 @@ _ELEMENTWISE = (
     *(_T.neg, torch.neg, _T.__neg__, _T.clamp, torch.clamp),
     *(_T.mul_, _T.div_, _T.add_, _T.sub_, _T.tanh_),
 )
+_MOVES_OF_DIMS = (
+    *(_T.transpose, torch.transpose, _T.swapaxes, _T.permute, torch.permute),
+    *(_T.movedim, torch.movedim, _T.t, torch.t, cast("Any", _T.mT).__get__),
+)
 _COMMUTATIVE = {_T.mul, torch.mul, _T.add, torch.add}
 """Functions whose two arguments may be swapped."""
 _PROPERTIES = (
@@ -269,12 +268,10 @@ _HANDLERS: Mapping[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     _T.size: _size,
     cast("Any", _T.shape).__get__: _size,
-    **dict.fromkeys((_T.transpose, torch.transpose, _T.swapaxes), _transpose),
-    cast("Any", _T.mT).__get__: _transpose,
-    **dict.fromkeys((_T.permute, torch.permute), _permute),
     **dict.fromkeys((_T.flatten, torch.flatten), _flatten),
-    **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _view),
     _T.__getitem__: _index,
+    **{func: partial(_move_dims, func) for func in _MOVES_OF_DIMS},
+    **{func: partial(_view, func) for func in (_T.view, _T.reshape, torch.reshape)},
     **{func: partial(_elementwise, func) for func in _ELEMENTWISE},
     **{func: partial(_property, func) for func in _PART_PROPERTIES},
 }

@@ -17,6 +17,7 @@ from accelfn.base.arguments import (
     advise,
     explain_call_errors,
     integer,
+    is_integer,
     is_number,
     qualname,
     signature,
@@ -411,7 +412,7 @@ def _is_part(part: Any) -> bool:
     if not isinstance(part, tuple) or len(cast("tuple[Any, ...]", part)) != 2:
         return False
     count, schedule = cast("tuple[Any, Any]", part)
-    return isinstance(count, int) and count >= 1 and callable(schedule)
+    return is_integer(count, 1) and callable(schedule)
 
 
 # Schedules combined with the learning rates of an optimizer's parameter groups.

@@ -244,7 +244,11 @@ def _unwrap(model: Any) -> Any:
 @contextmanager
 def _running(loop: Loop, steps: int) -> Generator[Iterator[Quantities]]:
     """Run a loop for `steps` updates, and restore the process's random generators afterwards."""
-    with torch.random.fork_rng(devices=range(devices.count())), ExitStack() as stack:
+    everywhere = [torch.device(devices.kind(), i) for i in range(devices.count())]
+    others = [each for device in everywhere for each in devices.generators(device)]
+    with ExitStack() as stack:
+        for generator in (torch.default_generator, *others):
+            stack.callback(generator.set_state, generator.get_state())
         stack.callback(random.setstate, random.getstate())
         # loops draw from NumPy's default generator
         stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002

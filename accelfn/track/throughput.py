@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`throughput`: samples, tokens and floating-point operations per second."""
 
+import re
 import time
 from collections.abc import Mapping
 
@@ -13,17 +14,20 @@ from accelfn.plug import arguments
 
 _PEAKS: Mapping[str, float] = {
     "B200": 2250e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
+    "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
     "MI300X": 1307e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
     "V100": 125e12,
     "T4": 65e12,
 }
-"""FLOP/s of dense matrix products in 16 bits, from data sheets, by a part of the GPU's name."""
+"""FLOP/s of dense matrix products in 16 bits, from data sheets, by words of the GPU's name."""
 
 _is_positive = attrs.validators.optional(
     arguments.number(lambda value: value > 0, "a positive number")
@@ -114,7 +118,8 @@ class throughput:
         if self.peak_flops is not None:
             return self.peak_flops
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        peak = next((_PEAKS[part] for part in _PEAKS if part in name), None)
+        known = (_PEAKS[gpu] for gpu in _PEAKS if re.search(rf"\b{gpu}\b", name))
+        peak = next(known, None)
         if peak is None:
             msg = (
                 f"af.track.throughput(flops_per_sample=...): accelfn does not know the peak of"

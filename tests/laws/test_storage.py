@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -53,9 +54,8 @@ def any_bits(draw: st.DrawFn) -> torch.Tensor:
     return laid_out(values.view(shape), layout)
 
 
-plain = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)
-)
+floats = st.floats() | st.floats().map(np.float64)  # which comes back as a plain float
+plain = st.one_of(st.none(), st.booleans(), st.integers(), floats, st.text(max_size=5))
 trees = st.recursive(
     st.one_of(any_bits(), plain),
     lambda inner: st.one_of(
@@ -69,6 +69,8 @@ trees = st.recursive(
 
 def same(one: Any, two: Any) -> bool:
     """Whether two trees have the same types, keys in the same order, and bits."""
+    if isinstance(one, float) and isinstance(two, float):
+        return repr(float(one)) == repr(float(two))
     if type(one) is not type(two):
         return False
     if isinstance(one, torch.Tensor):
@@ -78,8 +80,6 @@ def same(one: Any, two: Any) -> bool:
         return list(one) == list(two) and all(same(one[key], two[key]) for key in one)
     if isinstance(one, (list, tuple)):
         return len(one) == len(two) and all(map(same, one, two))
-    if isinstance(one, float):
-        return repr(one) == repr(two)
     return bool(one == two)
 
 

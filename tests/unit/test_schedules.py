@@ -221,6 +221,7 @@ BAD = [
     ("join", schedules.join),
     ("join", partial(schedules.join, (3, LINE))),
     ("join", partial(schedules.join, LINE, LINE)),
+    ("join", partial(schedules.join, (True, LINE), LINE)),
     ("join", partial(schedules.join, (0, LINE), LINE)),
     ("join", partial(schedules.join, (), LINE)),
     ("join", partial(schedules.join, (3,), LINE)),

@@ -95,3 +95,26 @@ def test_an_unknown_device_asks_for_its_peak():
         speed(linear_state())
     with pytest.raises(af.errors.ArgumentError, match="expected a positive number"):
         af.track.throughput(peak_flops=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L4", 121),
+        ("NVIDIA T400", None),
+        ("NVIDIA GH200 480GB", None),
+    ],
+)
+def test_a_gpu_is_known_by_its_whole_name(monkeypatch, name, peak):
+    """A name within another one is not that GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    speed = af.track.throughput(flops_per_sample=1)
+    if peak is None:
+        with pytest.raises(af.errors.ArgumentError, match="Pass peak_flops="):
+            speed._peak(torch.device("cuda"))
+    else:
+        assert speed._peak(torch.device("cuda")) == peak * 1e12
