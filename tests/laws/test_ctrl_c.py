@@ -185,8 +185,10 @@ def default_handler() -> Iterator[None]:
 
 
 def all_come() -> None:
-    """Let what was held back come."""
+    """Let what was held back come; it must not take long."""
+    end = time.monotonic() + 30
     while any(each.name == "accelfn Ctrl-C" for each in threading.enumerate()):
+        assert time.monotonic() < end
         time.sleep(1e-4)
 
 

@@ -4,6 +4,7 @@
 import functools
 import inspect
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +20,13 @@ import accelfn as af
 from tests.budget import budgeted
 from tests.mutants.mutant import Mutant, planted
 
-FOUND = (AssertionError, af.errors.Error, pytest.fail.Exception)
-"""The exceptions of a test that found a bug. Any other exception is a crash from the bug."""
+FOUND = (AssertionError, af.errors.Error, OSError, pytest.fail.Exception)
+"""The exceptions of a test that found a bug. OSError comes from a disk that a test breaks.
+
+Any other exception is a crash from the bug.
+"""
+_SECONDS = 300
+"""How long a test may run. With a bug, it may run for ever."""
 
 
 @attrs.frozen
@@ -53,16 +59,17 @@ def hunt(mutant: Mutant) -> Outcome:
         finally:
             os._exit(0)
     theirs.close()
+    start = time.perf_counter()
+    found = {"killed": False, "told": "its process ended", "examples": 0}
     try:
-        found = ours.recv()
+        if ours.poll(_SECONDS):
+            found = ours.recv()
+        else:
+            os.kill(process, signal.SIGKILL)
     except EOFError:
-        found = {
-            "killed": False,
-            "told": "its process ended",
-            "examples": 0,
-            "seconds": 0.0,
-        }
+        pass
     os.waitpid(process, 0)
+    found.setdefault("seconds", time.perf_counter() - start)
     return Outcome(mutant, **found)
 
 
