@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import event, given
+from hypothesis import event, example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -244,7 +244,24 @@ def branchings(draw: st.DrawFn, *, syncs: bool = False) -> Branching:
     )
 
 
+APART = Branching(
+    stages=(("experts", (2, 2, 2)),),
+    n=8,
+    batch_size=4,
+    wrap="wrap_fsdp",
+    options={"find_unused_parameters": True},
+    units="experts",
+    axes={"dp_shard": 2},
+    micro=1,
+    recomputes=False,
+    asks=False,
+    seed=0,
+)
+"""Ranks of which one needs an expert that the other does not."""
+
+
 @given(run=branchings())
+@example(run=APART)
 def test_ranks_run_other_layers(run):
     """Experts, heads and towers that ranks run in other orders, or not: right numbers, or an
     error on every rank before the optimizer runs; by replicas and by units of any kind.

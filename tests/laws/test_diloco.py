@@ -282,6 +282,12 @@ MET = [[-1, 0, 0, 0], [-7, 0, 0, 1]]
     bits=4,
     others=1,
 )
+@example(
+    moves=Moves([[[0] * 4] * 3, [[0] * 4, [0] * 4, [0, 0, 0, 1]]], [[1] * 3] * 2, 70),
+    chosen={"sync_every": 2, "fragments": 1, "delay": 1, "mix": 0.0},
+    bits=16,
+    others=1,
+)
 def test_other_ranks_go_on(moves, chosen, bits, others):
     """Loaded on another number of ranks nothing is lost: what flies lands as it would have."""
     setup = af.diloco(outer=PLAIN, bits=bits, **chosen)

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -125,6 +125,7 @@ def check(run: Run, drawn: list[tuple[str, int]], world: af.World, folder: str) 
 
 
 @given(run=runs(), kind=KINDS, setup=stacks(4), drawn=acts)
+@example(run=Run(), kind="plain", setup=(af.ema(0.5),), drawn=[("step", 0), *ENDS])
 def test_what_is_frozen_stays(run, kind, setup, drawn):
     """However states go on, and whatever is written: both have what they would have alone."""
     n = max(run.n, 12)

@@ -149,6 +149,7 @@ WRAPPERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     around=st.integers(0, 2),
     instance=st.booleans(),
 )
+@example(kind="DataParallel", around=1, instance=True)
 def test_what_torch_has_wrapped_is_refused(kind, around, instance):
     """A5: a model, or a part of it at any depth, with its way; the model stays the caller's."""
     wrap, way = WRAPPERS[kind]

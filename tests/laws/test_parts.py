@@ -28,7 +28,7 @@ def along(kind: str, *names: str) -> Program:
 
 
 @example(program=along("dtensor", "dp_replicate", "dp_shard"), schedule=[])
-@example(program=Program((Call("gather", "across", None),), (1, 1, 0, 0)), schedule=[])
+@example(program=Program((Call("gather", "across", None),), (0, 1, 1, 0)), schedule=[])
 @example(program=along("gather", "dp_shard", "dp_replicate"), schedule=[])
 @given(
     program=programs() | programs_along_axes(),
