@@ -188,9 +188,9 @@ def _size(scores: Scores, dim: int | None = None) -> Any:
 def _move_dims(func: Any, scores: Scores, *args: Any, **options: Any) -> Scores:
     """Apply a function that changes only the order of dims."""
     part = _part(scores)
-    strided = torch.empty([2] * part.ndim, device="meta")  # each dim has its own stride
-    moved = func(strided, *args, **options).stride()
-    dim = moved.index(strided.stride(scores._dim))
+    example = torch.empty([2] * part.ndim, device="meta")  # each dim has its own stride
+    strides = func(example, *args, **options).stride()
+    dim = strides.index(example.stride(scores._dim))
     return Scores.of(func(part, *args, **options), scores._ranks, dim)
 
 

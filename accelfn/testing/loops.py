@@ -244,10 +244,11 @@ def _unwrap(model: Any) -> Any:
 @contextmanager
 def _running(loop: Loop, steps: int) -> Generator[Iterator[Quantities]]:
     """Run a loop for `steps` updates, and restore the process's random generators afterwards."""
-    everywhere = [torch.device(devices.kind(), i) for i in range(devices.count())]
-    others = [each for device in everywhere for each in devices.generators(device)]
+    generators = [torch.default_generator]
+    for i in range(devices.count()):
+        generators += devices.generators(torch.device(devices.kind(), i))
     with ExitStack() as stack:
-        for generator in (torch.default_generator, *others):
+        for generator in generators:
             stack.callback(generator.set_state, generator.get_state())
         stack.callback(random.setstate, random.getstate())
         # loops draw from NumPy's default generator

@@ -118,12 +118,11 @@ class throughput:
         if self.peak_flops is not None:
             return self.peak_flops
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        known = (_PEAKS[gpu] for gpu in _PEAKS if re.search(rf"\b{gpu}\b", name))
-        peak = next(known, None)
-        if peak is None:
+        gpu = next((gpu for gpu in _PEAKS if re.search(rf"\b{gpu}\b", name)), None)
+        if gpu is None:
             msg = (
                 f"af.track.throughput(flops_per_sample=...): accelfn does not know the peak of"
                 f" {name!r}. Pass peak_flops=, the FLOP/s of one device."
             )
             raise ArgumentError(msg)
-        return peak
+        return _PEAKS[gpu]
