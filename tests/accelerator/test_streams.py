@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fake accelerator's streams: who does not wait for another is seen, and who does is not."""
 
-from itertools import count
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,79 +16,57 @@ from tests.accelerator import fake, streams
 
 DEVICE = f"{fake.NAME}:0"
 HOME = torch.arange(3.0)
-ACTS = st.one_of(
-    st.tuples(st.just("write"), st.integers(0, 2), st.integers(0, 2)),
-    st.tuples(st.just("read"), st.integers(0, 2), st.integers(0, 2)),
-    st.tuples(st.just("wait"), st.integers(0, 2), st.integers(0, 2)),
-    st.tuples(st.just("record"), st.integers(0, 2), st.just(0)),
-    st.tuples(st.just("wait for event"), st.integers(0, 2), st.just(0)),
-    st.tuples(st.just("host waits"), st.integers(0, 3), st.just(0)),
-)
 
 
 def module() -> Any:
     return torch.get_device_module(DEVICE)
 
 
-class Work:
-    """What streams are given, each after which others: plainly, as a graph."""
-
-    def __init__(self) -> None:
-        self.ends: list[set[int]] = [set() for _ in range(3)]
-        self.event = set[int]()
-        self.host = set[int]()
-        self.wrote: list[int | None] = [None] * 3
-        self.readers: list[set[int]] = [set() for _ in range(3)]
-        self.numbers = count()
-
-    def do(self, stream: int, at: int, *, write: bool) -> bool:
-        """Give a stream something to do; return whether it may do it at once."""
-        before = self.ends[stream] | self.host
-        needed = {self.wrote[at]} - {None} | (self.readers[at] if write else set())
-        number = next(self.numbers)
-        self.ends[stream] = before | {number}
-        if write:
-            self.wrote[at], self.readers[at] = number, set()
-        else:
-            self.readers[at].add(number)
-        return needed <= before
+ACTS = {"reads": lambda tensor: tensor + 1, "writes": lambda tensor: tensor.add_(1)}
 
 
-@given(acts=st.lists(ACTS, max_size=12))
-def test_a_race_is_what_nothing_orders(acts: list[tuple[str, int, int]]) -> None:
-    """Drawn reads, writes and waits of three streams, beside a graph of what comes after what."""
-    made = [torch.zeros(3, device=DEVICE) for _ in range(3)]
-    some = [module().Stream() for _ in range(3)]
+def wait_by_a_third(one: Any, other: Any, _: Any) -> None:
+    third = module().Stream()
+    third.wait_stream(one)
+    other.wait_stream(third)
+
+
+ORDERS = {
+    "the other stream waits": lambda one, other, _: other.wait_stream(one),
+    "for an event": lambda one, other, _: record(one).wait(other),
+    "by a third stream": wait_by_a_third,
+    "the host waits": lambda one, *_: one.synchronize(),
+    "the host waits for an event": lambda one, *_: record(one).synchronize(),
+    "nothing": lambda *_: None,
+    "the first stream waits": lambda one, other, _: one.wait_stream(other),
+    "the host waits for the other stream": lambda _, other, __: other.synchronize(),
+    "for an event of before": lambda _, other, before: before.wait(other),
+}
+"""What happens between acts of two streams; the last four put neither before the other."""
+
+
+def record(stream: Any) -> Any:
+    event = module().Event()
+    event.record(stream)
+    return event
+
+
+@pytest.mark.parametrize("first", ACTS)
+@pytest.mark.parametrize("second", ACTS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_race_is_what_nothing_orders(order, first, second):
+    """Two streams of which one writes race, unless the second waits for the first."""
+    made = torch.zeros(3, device=DEVICE)
+    one, other = (module().Stream() for _ in range(2))
     module().synchronize()
-    event, work = module().Event(), Work()
-    event.record(some[0])
-    for what, one, other in acts:
-        if what in ("write", "read"):
-            is_ordered = work.do(one, other, write=what == "write")
-            is_race = False
-            try:
-                with module().stream(some[one]):
-                    made[other].add_(1) if what == "write" else made[other] + 1
-            except AssertionError:
-                is_race = True
-            assert is_race is not is_ordered
-            if is_race:
-                return
-        elif what == "wait":
-            some[one].wait_stream(some[other])
-            work.ends[one] |= work.ends[other]
-        elif what == "record":
-            event.record(some[one])
-            work.event = {*work.ends[one]}
-        elif what == "wait for event":
-            event.wait(some[one])
-            work.ends[one] |= work.event
-        elif one < 3:
-            some[one].synchronize()
-            work.host |= work.ends[one]
-        else:
-            event.synchronize()
-            work.host |= work.event
+    before = record(one)
+    with module().stream(one):
+        ACTS[first](made)
+    ORDERS[order](one, other, before)
+    is_race = order in list(ORDERS)[-4:] and "writes" in (first, second)
+    raced = pytest.raises(AssertionError) if is_race else nullcontext()
+    with raced, module().stream(other):
+        ACTS[second](made)
 
 
 @given(
@@ -143,47 +121,31 @@ def test_memory_that_is_let_go_under_a_copy_is_an_error():
     assert streams.UNDER_WAY == []
 
 
-COPIES = st.lists(
-    st.tuples(
-        st.sampled_from(["to the host", "from the host", "write", "host waits"]),
-        st.integers(0, 3),
-    ),
-    max_size=12,
-)
-
-
-@given(acts=COPIES)
-def test_what_is_copied_has_arrived_when_the_host_has_waited(
-    acts: list[tuple[str, int]],
-) -> None:
-    """Copies on two streams for which nobody waits, what the host writes, and what it waits for."""
-    module().synchronize()
+def test_what_is_copied_has_arrived_when_the_host_has_waited():
+    """Before that a copy to the host has no numbers, and of another stream it has none still."""
     there, some = torch.ones(2, device=DEVICE), [module().Stream() for _ in range(2)]
     module().synchronize()
-    coming: list[tuple[int, torch.Tensor]] = []
-    going: list[tuple[int, torch.Tensor]] = []
-    lost = set[int]()
-    for what, number in acts:
-        stream = some[number % 2]
+    hosts = [torch.zeros(2) for _ in some]
+    for stream, host in zip(some, hosts, strict=True):
         with module().stream(stream):
-            if what == "to the host":
-                host = torch.zeros(2).copy_(there, non_blocking=True)
-                coming.append((number % 2, host))
-            elif what == "from the host":
-                going.append((number % 2, home := torch.zeros(2)))
-                torch.empty(2, device=DEVICE).copy_(home, non_blocking=True)
-        if what == "write" and number < len(going):
-            going[number][1].fill_(1.0)
-            lost.add(going[number][0])
-        if what == "host waits":
-            if number % 2 in lost:
-                with pytest.raises(AssertionError, match="the host wrote over"):
-                    stream.synchronize()
-                break
-            stream.synchronize()
-            assert all(h.tolist() == [1, 1] for i, h in coming if i == number % 2)
-            coming = [each for each in coming if each[0] != number % 2]
-            going = [each for each in going if each[0] != number % 2]
-        assert not any(host.tolist() == [1, 1] for _, host in coming)
-    for _, home in going:
-        home.zero_()
+            host.copy_(there, non_blocking=True)
+    assert not any(host.tolist() == [1, 1] for host in hosts)
+    some[0].synchronize()
+    assert [host.tolist() == [1, 1] for host in hosts] == [True, False]
+    some[1].synchronize()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_host_does_not_write_over_what_is_being_copied(is_first):
+    """Before its copy to the device has ended; afterwards it may."""
+    side, home = module().Stream(), torch.zeros(2)
+    with module().stream(side):
+        torch.empty(2, device=DEVICE).copy_(home, non_blocking=True)
+    if is_first:
+        home.fill_(1.0)
+        with pytest.raises(AssertionError, match="the host wrote over"):
+            side.synchronize()
+    else:
+        side.synchronize()
+        home.fill_(1.0)
+        side.synchronize()
