@@ -351,24 +351,6 @@ def test_what_is_asked_often_keeps_no_slot(field):
         )
 
 
-def test_only_those_that_see_skips_are_called_after_one():
-    calls: list[tuple[str, bool]] = []
-
-    def note(self: Any, state: Any, slot: Any, update: af.Update) -> Any:
-        calls.append((self.name, update.skipped))
-        return state, slot
-
-    blind = af.transform(type("Blind", (), {"after_update": note}))()
-    body = {"after_update": note, "tells": {"sees_skips": True}}
-    seeing = af.transform(type("Seeing", (), body))()
-    setup = af.chain(blind, seeing, af.skip_nonfinite())
-    state = linear_state(setup=setup)
-    step = af.make_step(lambda model, x: model(x).mean())
-    state, _ = step(state, torch.full((1, 1), float("inf")))
-    state, _ = step(state, torch.ones(1, 1))
-    assert calls == [("seeing", True), ("blind", False), ("seeing", False)]
-
-
 def test_outside_of_a_step_there_are_no_gradients():
     seen: list[af.Update] = []
 
@@ -385,25 +367,3 @@ def test_outside_of_a_step_there_are_no_gradients():
     assert update.world is state.world
     assert (update.weight, update.num_tried, update.skipped) == (0, 0, False)
     assert not update.grads.tensors
-
-
-def test_one_that_draws_beside_one_that_does_not():
-    """A stream is made where one of several draws, wherever it stands."""
-
-    @af.transform
-    class Noise:
-        def grads(self, grads: af.Grads, slot: None, update: af.Update) -> Any:
-            return grads.map(lambda g: g + torch.rand_like(g)), slot
-
-    found: list[torch.Tensor] = []
-    for setup in (
-        af.chain(af.clip_grad_norm(9.0), Noise()),
-        af.chain(Noise(), af.clip_grad_norm(9.0)),
-        af.chain(Noise()),
-    ):
-        state = linear_state(2, 2, setup=setup)
-        step = af.make_step(lambda model, x: model(x).mean())
-        torch.rand(len(found))  # the process's own draws are nobody's
-        state, _ = step(state, torch.ones(1, 2))
-        found.append(state.params["weight"])
-    assert all(torch.equal(found[0], each) for each in found)

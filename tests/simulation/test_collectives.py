@@ -68,9 +68,10 @@ def on_ranks(size, fn, **options):
 # Reductions
 
 
+@pytest.mark.parametrize("sums", ["ranks", "ring", "tree"])
 @pytest.mark.parametrize(("op", "dtype"), REDUCTIONS, ids=str)
-def test_reductions(op, dtype):
-    """All ranks get the reduction, or the root alone, or each rank its part."""
+def test_reductions(op, dtype, sums):
+    """All ranks get the reduction, or the root alone, or each rank its part; in any order."""
 
     def fn(world, group):
         given = values(world.rank, (world.size, 3), dtype)
@@ -87,7 +88,7 @@ def test_reductions(op, dtype):
     for size in SIZES:
         parts = [values(r, (size, 3), dtype) for r in range(size)]
         whole = reduced(op, parts)
-        for rank, found in enumerate(on_ranks(size, fn)):
+        for rank, found in enumerate(on_ranks(size, fn, sums=sums)):
             at_last = whole if rank == size - 1 else parts[rank]
             at_first = whole if rank == 0 else parts[rank]
             wanted = whole, at_last, at_first, whole[rank], whole[rank]
@@ -365,30 +366,6 @@ def test_orders_differ_where_there_are_several_ranks():
     )
     assert two == [two[0]] * 3
     assert four[0] != four[1] != four[2] != four[0]
-
-
-@pytest.mark.parametrize("sums", ORDERS)
-@pytest.mark.parametrize("op", ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"])
-def test_integers_know_no_order(op, sums):
-    """Every reduction of integers is the same in any order, and as torch's own."""
-    single = {"SUM": torch.sum, "PRODUCT": torch.prod, "MIN": torch.amin}
-    single |= {"MAX": torch.amax}
-    size, shape = 3, (2, 4)
-    parts = [drawn(rank, shape, dtype=torch.int64) for rank in range(size)]
-
-    def fn(world):
-        mine = parts[world.rank].clone()
-        dist.all_reduce(mine, getattr(dist.ReduceOp, op), group=world.group)
-        return mine
-
-    bits = {"BAND": operator.and_, "BOR": operator.or_, "BXOR": operator.xor}
-    expected = (
-        single[op](torch.stack(parts), dim=0)
-        if op in single
-        else functools.reduce(bits[op], parts)
-    )
-    for found in simulate(size, fn, sums=sums):
-        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("sums", ORDERS)

@@ -358,29 +358,6 @@ def test_draws_go_on_after_a_nested_world(schedule):
         assert inner == within
 
 
-def test_a_rank_may_seed_its_generators():
-    """As training scripts do; it concerns no other rank."""
-
-    def fn(world):
-        random.seed(world.rank)
-        np.random.seed(world.rank)
-        torch.manual_seed(world.rank)
-        return draws(world)
-
-    wanted = []
-    for rank in range(2):
-        random.seed(rank)
-        np.random.seed(rank)
-        generator = torch.Generator().manual_seed(rank)
-        got = []
-        for _ in range(3):
-            got += [random.random(), np.random.rand(), np.random.randn()]
-            got += [torch.rand((), generator=generator).item(), random.gauss(0, 1)]
-        wanted.append(got)
-    for schedule in ((), (1, 0, 0, 1)):
-        assert list(simulate(2, fn, schedule=schedule)) == wanted
-
-
 # Worlds beside and inside each other
 
 
