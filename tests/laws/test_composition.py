@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import accelfn as af
 from tests.catalog import CATALOG, public_transforms, stacks
 from tests.internals import FIELDS
-from tests.laws.test_updates import begun, elements, gradients
 from tests.strategies import Run, differences, tensors
 
 VALUES = [entry.transform for entry in CATALOG]
@@ -98,26 +97,6 @@ def test_transforms_about_different_fields_commute(data: st.DataObject) -> None:
         results.append((tensors(state), [dict(m) for m in metrics]))
     assert differences(results[0][0], results[1][0]) == []
     assert results[0][1] == results[1][1]
-
-
-@given(bounds=st.permutations([0.1, 0.5, 2.0]), values=st.lists(elements, min_size=1))
-def test_values_flow_left_to_right(bounds: list[float], values: list[float]) -> None:
-    """Transforms of one field are applied from left to right."""
-    clips = [
-        af.clip_grad_norm(bounds[0]),
-        af.clip_grad_value(bounds[1]),
-        af.clip_grad_norm(bounds[2], norm_type=1.0, name="last"),
-    ]
-    state, grads = gradients([values])
-    expected = {name: grad.clone() for name, grad in grads.tensors.items()}
-    for each in clips:
-        before = grads.with_tensors(expected)
-        found, _ = each.grads(before, None, begun(state, before))
-        expected = dict(found.tensors)
-    state = state.with_setup(af.chain(*clips))
-    after = af.apply_grads(state, grads)
-    moved = {name: -param for name, param in after.params.items()}
-    assert differences(expected, moved) == []
 
 
 def test_pairs_without_meaning_are_refused():

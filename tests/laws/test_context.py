@@ -8,7 +8,6 @@ from math import prod
 from typing import Any
 
 import attrs
-import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from hypothesis import example, given
@@ -148,28 +147,6 @@ def test_each_part_has_draws_of_its_own(
     with warnings.catch_warnings(category=af.errors.AccelfnWarning, action="ignore"):
         found = simulate(size, drawn, axes=axes)
     assert len({tuple(each.tolist()) for each in found}) == size
-
-
-@given(run=runs, engine=engines)
-def test_each_token_counts_once(
-    run: tuple[dict[str, int], Text], engine: object
-) -> None:
-    """The weight of an update, and of its metrics, is that of all tokens of its texts."""
-    axes, text = run
-
-    def weights(world: af.World, *setup: object) -> list[tuple[float, float]]:
-        state = text.state(world, *setup)
-        batch = next(iter(af.batches(state)))
-        metrics, grads = af.value_and_grad(loss_of_tokens)(state, batch)
-        total = torch.as_tensor(metrics.sums["hit"].weight, dtype=torch.float64)
-        seen = af.all_reduce(total.reshape(1), world)
-        return [(float(grads.taken.divisor) * grads.taken.num_averaged, float(seen))]
-
-    setup = (engine, text.sharing)
-    (expected,) = weights(single())
-    size = prod(axes.values())
-    for (found,) in simulate(size, lambda w: weights(w, *setup), axes=axes):
-        assert found == pytest.approx((expected[1], expected[1]), rel=1e-12)
 
 
 @given(run=runs, engine=engines, other=st.sampled_from([None, {"dp_shard": 2}]))

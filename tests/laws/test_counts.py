@@ -73,35 +73,6 @@ def test_several_denominators_are_those_of_the_whole_update(
             assert close_means({n: one[n] for n in same}, {n: two[n] for n in same})
 
 
-@given(run=runs(remainder="short", loss="mean"), size=st.integers(1, 3))
-def test_a_count_of_samples_is_the_mean(run: Run, size: int) -> None:
-    """Dividing by the number of samples oneself is what a plain mean does."""
-
-    def share(net: nn.Module, batch: Any, samples: float) -> Any:
-        x, y = batch
-        part = (net(x) * y).sum() / samples
-        return af.Loss(part, 1, again=part, third=(part / 3, 1 / 3))
-
-    def with_count(world: af.World) -> Any:
-        state = attrs.evolve(run, setup=DDP).state(world)
-        step = af.make_step(share, count=lambda batch: len(batch[0]))
-        for batch, _ in zip(af.batches(state), range(run.updates), strict=False):
-            state, metrics = step(state, batch)
-        return params(tensors(state)), metrics.all_reduce_mean(world)
-
-    def with_mean(world: af.World) -> Any:
-        state = attrs.evolve(run, setup=DDP).state(world)
-        state, metrics = run.train(state)
-        return params(tensors(state)), metrics[-1].all_reduce_mean(world)
-
-    counted, plain = (simulate(size, each).results for each in (with_count, with_mean))
-    for (one, loss), (two, mean) in zip(counted, plain, strict=True):
-        assert differences(one, two, within=1e-9) == []
-        again = {name: loss.pop(name) for name in ("again", "third")}
-        assert close_means(loss, mean)
-        assert close_means(loss, {"loss": again["again"]})
-
-
 @given(
     cuts=st.lists(st.integers(1, 3), max_size=3),
     rows=st.integers(1, 2),

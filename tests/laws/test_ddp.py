@@ -15,41 +15,11 @@ from torch import nn
 import accelfn as af
 from accelfn.errors import ReplicaMismatchError
 from accelfn.testing import simulate
-from tests.laws.worlds import DDP, trained
+from tests.laws.worlds import DDP
 from tests.processes import run_ranks
 from tests.ranks import programs
 from tests.states import STEP, create, linear_state
 from tests.strategies import LOSSES, Run, differences, runs, tensors
-
-options = st.fixed_dictionaries(
-    {
-        "gradient_as_bucket_view": st.booleans(),
-        "bucket_cap_mb": st.sampled_from([None, 25, 1e-4, 1e-5]),
-        "find_unused_parameters": st.booleans(),
-        "forward_sync_buffers": st.booleans(),
-    }
-)
-
-
-@given(
-    run=runs(updates=2),
-    size=st.sampled_from([2, 4]),
-    parts=st.integers(2, 4),
-    ddp=options,
-)
-def test_one_reduction_an_update(run, size, parts, ddp):
-    """However many micro-batches there are, ranks communicate as for one."""
-
-    def communicated(number):
-        setup = af.chain(
-            af.shard_data(), af.wrap_ddp(**ddp), af.accumulate(num_micro_batches=number)
-        )
-        split = attrs.evolve(run, setup=setup)
-        log = simulate(size, lambda world: split.train(split.state(world))).log
-        reduced = [each for each in log if each.kind == "all_reduce"]
-        return [(each.step, each.op, each.num_bytes) for each in reduced]
-
-    assert communicated(1) == communicated(parts) != []
 
 
 class Counting(nn.Module):
@@ -83,33 +53,6 @@ def test_buffers_cross_once_an_update(size, parts, updates, engine):
         return [(e.step, e.label, e.num_bytes) for e in log if e.kind == "broadcast"]
 
     assert communicated(1) == communicated(parts) != []
-
-
-@given(run=runs(updates=2), size=st.sampled_from([2, 4]), ddp=options)
-def test_gradients_are_the_holders_own(run, size, ddp):
-    """Gradients survive later passes, and give the step's own result when applied."""
-    setup = af.chain(af.shard_data(), af.wrap_ddp(**ddp))
-    run = attrs.evolve(run, setup=setup)
-
-    def look_twice(world):
-        state, _ = run.train(run.state(world), 1)
-        compute = af.value_and_grad(LOSSES[run.loss])
-        batch = next(iter(af.batches(state)))
-        before = tensors(state)
-        _, one = compute(state, batch)
-        kept = {name: grad.clone() for name, grad in one.tensors.items()}
-        weight = float(one.weight)
-        for factor in (2.0, -3.0):  # the engine's buckets are written again
-            compute(state, tuple(factor * each for each in batch.value))
-        assert differences(kept, dict(one.tensors)) == []
-        assert weight == float(one.weight)
-        assert differences(before, tensors(state)) == []
-        return tensors(af.apply_grads(state, one))
-
-    stepped = trained(size, run, setup)
-    looked = simulate(size, look_twice, sums="ring")
-    for (states, _), found in zip(stepped, looked, strict=True):
-        assert differences(states[1], found) == []
 
 
 @given(

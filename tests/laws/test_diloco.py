@@ -25,9 +25,7 @@ from tests.laws.outer_by_hand import (
     moves,
     options,
 )
-from tests.laws.worlds import params, trained
 from tests.states import linear_state
-from tests.strategies import Run, differences, runs, tensors
 
 BITS = st.sampled_from([32, 16, 8, 4])
 
@@ -109,21 +107,6 @@ def test_other_options_go_on_from_the_anchor(moves, first, then, bits, outer, cu
         expected.go_on(**{n: v for n, v in then.items() if n != "bucket_cap_mb"})
     for rank, found in enumerate(simulate(moves.ranks, train)):
         assert close(found, expected.x[rank])
-
-
-@given(
-    run=runs(updates=3, remainder="short"),
-    size=st.sampled_from([1, 2, 3]),
-    every=st.integers(1, 3),
-)
-def test_a_plain_outer_step_is_local_sgd(run: Run, size: int, every: int) -> None:
-    """With SGD(lr=1.0) outside it is local_sgd, whatever trains inside."""
-    one = trained(size, run, af.shard_data(), af.local_sgd(sync_every=every))
-    outer = af.diloco(sync_every=every, outer=PLAIN)
-    two = trained(size, run, af.shard_data(), outer)
-    for (first, _), (second, _) in zip(one, two, strict=True):
-        for here, there in zip(first, second, strict=True):
-            assert differences(params(here), params(there), within=1e-9) == []
 
 
 @given(
@@ -209,61 +192,6 @@ def test_what_a_rank_does_without_samples_leaves_nothing_out(bits, seed):
         for (_, before), (saw_some, after) in pairwise(found):
             kept = [torch.equal(before[name], after[name]) for name in before]
             assert all(kept) == (not saw_some), rank
-
-
-@given(
-    moves=moves(),
-    chosen=options(),
-    bits=BITS,
-    looks=st.sets(st.integers(1, 9)),
-)
-def test_who_looks_early_changes_nothing(moves, chosen, bits, looks):
-    """A copy, a save and a look at the anchor communicate nothing, and change no bit."""
-
-    def train(world: af.World, looks: set[int]) -> dict[str, torch.Tensor]:
-        state = moves.state(world, af.diloco(bits=bits, **chosen))
-        for t, _ in enumerate(moves.slopes, start=1):
-            state = moves.step(state)
-            if t in looks:
-                af.eval_params(state)
-                state = state.copy()
-        return tensors(state)
-
-    plain, looked = (
-        simulate(moves.ranks, partial(train, looks=some)) for some in (set(), looks)
-    )
-    assert [(e.kind, e.num_bytes) for e in plain.log] == [
-        (e.kind, e.num_bytes) for e in looked.log
-    ]
-    for one, two in zip(plain, looked, strict=True):
-        assert differences(one, two) == []
-
-
-@given(moves=moves(), chosen=options(), bits=BITS)
-def test_ranks_agree_in_the_end(moves, chosen, bits):
-    """All ranks have one anchor at any time; in the end they are there, and owe nothing."""
-
-    def train(world: af.World) -> list[Values]:
-        state, found = moves.state(world, af.diloco(bits=bits, **chosen)), []
-        for _ in moves.slopes:
-            state = moves.step(state)
-            found.append({n: p.clone() for n, p in af.eval_params(state).items()})
-        sent = state.slots["diloco"]["sent"]
-        state = af.finalize(state)
-        slot = state.slots["diloco"]
-        assert slot["flights"] == {}
-        for i, name in enumerate(NAMES if slot["error"] else ""):
-            if sent[i * chosen["fragments"] // 4] < state.step:
-                assert not slot["error"][name].any()
-        again = af.finalize(state.copy())
-        assert differences(tensors(state), tensors(again)) == []
-        return [*found, dict(af.eval_params(state)), dict(state.params)]
-
-    first, *others = simulate(moves.ranks, train)
-    for other in others:
-        for one, two in zip(first, other, strict=True):
-            assert differences(one, two) == []
-    assert differences(first[-1], first[-2]) == []
 
 
 MET = [[-1, 0, 0, 0], [-7, 0, 0, 1]]

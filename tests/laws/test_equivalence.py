@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """N ranks = 1 rank = k micro-batches: exactly on dyadic data, and up to rounding."""
 
-from functools import partial
-
 import attrs
 import pytest
 import torch
@@ -14,7 +12,6 @@ from accelfn.testing import simulate
 from tests.laws.worlds import DDP, Found, alone, close_means, trained
 from tests.strategies import (
     LOSSES,
-    OPTIMIZERS,
     Run,
     differences,
     runs,
@@ -48,38 +45,6 @@ def exact(run: Run) -> Run:
         loss="mean",
         schedule=False,
     )
-
-
-@given(run=runs())
-def test_a_step_is_the_loop_by_hand(run: Run) -> None:
-    """A step is torch's own, on the gradient of the weighted mean over the batch."""
-    state = run.state()
-    start = state.copy()
-    with af.borrow_model(start) as net:
-        optimizer = OPTIMIZERS[run.optimizer](
-            [(n, p) for n, p in net.named_parameters() if p.requires_grad]
-        )
-        base = optimizer.param_groups[0]["lr"]
-        x, y = run.dataset()
-        for _ in range(run.updates):
-            batch = next(iter(af.batches(state)))
-            rows = batch.indices
-            returned = LOSSES[run.loss](net, (x[rows], y[rows]))
-            mean = returned
-            if isinstance(returned, af.Loss):
-                nothing = returned.weight == 0
-                mean = returned.total / torch.where(nothing, 1.0, returned.weight)
-            optimizer.param_groups[0]["lr"] = base * (
-                state.schedule(state.step) if state.schedule else 1.0
-            )
-            mean.backward()
-            loss = mean.item()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            state, (metrics,) = run.train(state, 1)
-            assert close_means({"loss": loss}, {"loss": float(metrics["loss"])})
-        expected = {n: p.detach().clone() for n, p in net.named_parameters()}
-    assert differences(expected, dict(state.params), within=1e-9) == []
 
 
 @given(
@@ -124,29 +89,6 @@ def test_ranks_and_micro_batches_are_neutral_up_to_rounding(
         assert differences(first[-1], states[-1]) == []  # replicas agree, bitwise
 
 
-@given(
-    run=runs(n=12, dyadic=True, loss="mean", optimizer="sgd", kind="plain", updates=1)
-)
-def test_three_ranks(run: Run) -> None:
-    """Three ranks, whose count is no power of two, agree with one up to the last bits."""
-    expected, _ = alone(run)
-    for states, _ in trained(3, run, DDP):
-        assert differences(expected[0], states[0], within=1e-14) == []
-
-
-@given(run=runs(dyadic=False), micro=st.integers(1, 9), parts=st.integers(1, 5))
-def test_micro_batches_alone(run: Run, micro: int, parts: int) -> None:
-    """In one process, any number or size of micro-batches gives the whole batch's step."""
-    expected, expected_means = alone(run)
-    for setup in (
-        af.accumulate(micro_batch_size=micro),
-        af.accumulate(num_micro_batches=parts),
-    ):
-        states, means = alone(run, setup)
-        assert differences(expected[-1], states[-1], within=1e-9) == []
-        assert all(map(close_means, expected_means, means))
-
-
 def by_hand(world: af.World, run: Run, how: str) -> Found:
     """Add up micro-batches' gradients; reduce with the last, by sync_grads, or always."""
     state = run.state(world)
@@ -159,18 +101,6 @@ def by_hand(world: af.World, run: Run, how: str) -> Found:
     if how == "sync_grads":
         grads = af.sync_grads(state, grads)
     return tensors(af.apply_grads(state, grads))
-
-
-@given(run=runs(updates=1), size=worlds, parts=st.integers(1, 3))
-def test_accumulating_by_hand(run: Run, size: int, parts: int) -> None:
-    """into= with sync= on the last, or sync_grads after all, give the step's own result."""
-    setup = af.chain(DDP, af.accumulate(num_micro_batches=parts))
-    run = attrs.evolve(run, setup=setup)
-    stepped = trained(size, run, setup)
-    for how, within in (("last", 0.0), ("sync_grads", 1e-12)):
-        found = simulate(size, partial(by_hand, run=run, how=how), sums="ring")
-        for (states, _), one in zip(stepped, found, strict=True):
-            assert differences(states[0], one, within=within) == []
 
 
 @given(run=runs(updates=1), size=worlds, parts=st.integers(1, 3))

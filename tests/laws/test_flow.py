@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two transforms do in one field meets as composition says: wrappers nest, values flow.
+"""What two transforms do in one field meets as composition says: values flow.
 
 Each transform here is an affine map, or a factor, so what a chain of them does is known by hand.
 """
@@ -55,16 +55,6 @@ class Maps:
             plan, num_micro_batches=int(self._of(plan.num_micro_batches))
         )
 
-    def loss(self, loss_fn: Any, slot: Any, update: Any) -> Any:
-        return (lambda *given: self._of(loss_fn(*given))), slot
-
-    def value_and_grad(self, inner: Any, slot: Any, update: Any) -> Any:
-        def wrapped(*given: Any, **named: Any) -> Any:
-            metrics, grads = inner(*given, **named)
-            return metrics, grads.map(self._of)
-
-        return wrapped, slot
-
     def grads(self, grads: af.Grads, slot: None, update: Update) -> Any:
         return grads.map(self._of), slot
 
@@ -85,23 +75,6 @@ def mapping(field: str, maps: list[Affine]) -> af.chain:
             for i, (by, plus) in enumerate(maps)
         )
     )
-
-
-@pytest.mark.parametrize("field", ["loss", "value_and_grad"])
-@given(maps=SEVERAL)
-def test_wrappers_nest(field: str, maps: list[Affine]) -> None:
-    """The leftmost wraps all others: it sees what they return, and its loss is theirs."""
-    state = create(mapping(field, maps))
-    after, metrics = af.make_step(mean)(state, X)
-    slope, value = float(X.mean()), float(X.mean())
-    if field == "value_and_grad":
-        assert number(after) == 1.0 - through(maps[::-1], slope)
-        assert float(metrics["loss"]) == value
-        return
-    assert float(metrics["loss"]) == through(maps[::-1], value)
-    assert number(after) == 1.0 - slope * math.prod(by for by, _ in maps)
-    found = af.evaluate(after, af.Data(X, global_batch_size=8), lambda *_: 5.0)
-    assert [*found.values()] == [through(maps[::-1], 5.0)]
 
 
 @pytest.mark.parametrize(

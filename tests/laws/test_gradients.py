@@ -79,50 +79,6 @@ def test_weights_of_nothing(weights, *, tensor, scale, how):
         assert abs(weight - whole) <= 1e-6
 
 
-class Tally(nn.Module):
-    """One number, and a buffer that adds up what comes by."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += x.sum()
-        return self.weight * x
-
-
-@given(
-    rows=st.integers(1, 7),
-    batch_size=st.integers(1, 4),
-    parts=st.integers(1, 3),
-    reducing=st.sampled_from(
-        [af.wrap_ddp(forward_sync_buffers=False), af.local_sgd(sync_every=2)]
-    ),
-    size=st.integers(1, 3),
-)
-def test_a_stand_in_is_in_no_buffer(rows, batch_size, parts, reducing, size):
-    """Where a share or a part is empty, buffers are as before: each sample counts once."""
-    x = 2.0 ** torch.arange(rows).double()
-
-    def train(world: af.World) -> float:
-        state = af.TrainState.create(
-            model=Tally,
-            optimizer=functools.partial(torch.optim.SGD, lr=0.5),
-            data=af.Data(x, global_batch_size=batch_size),
-            setup=af.chain(
-                af.shard_data(), af.accumulate(num_micro_batches=parts), reducing
-            ),
-            world=world,
-        )
-        step = af.make_step(lambda net, x: net(x).mean())
-        for batch in af.batches(state, until_epoch=1):
-            state, _ = step(state, batch)
-        return float(state.buffers["seen"])
-
-    assert sum(simulate(size, train)) == float(x.sum())
-
-
 @transform
 class Drops:
     """Leave some gradients out."""

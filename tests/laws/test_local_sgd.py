@@ -14,7 +14,7 @@ import accelfn as af
 from accelfn.testing import simulate
 from tests.laws.outer_by_hand import NAMES, Moves, moves
 from tests.laws.worlds import DDP, Found, alone, params, trained, without_slots
-from tests.strategies import Run, differences, runs, tensors
+from tests.strategies import Run, differences, runs
 
 
 @given(run=runs(optimizer="sgd", remainder="short"), size=st.sampled_from([2, 4]))
@@ -89,45 +89,6 @@ def test_it_communicates_when_it_says(
                 assert "params" not in apart
                 assert ("buffers" in apart) is not buffers
                 assert ("opt_state" in apart) is (not opt_state and optimizer != "sgd")
-
-
-@given(run=runs(updates=3), size=st.sampled_from([2, 3]), weighted=st.booleans())
-def test_a_last_average_is_owed(run: Run, size: int, weighted: bool) -> None:
-    """finalize and eval_params give the mean over ranks, by the weight of what each saw."""
-    setup = af.chain(af.shard_data(), af.local_sgd(sync_every=4))
-    loss = "weighted" if weighted else "mean"
-    run = attrs.evolve(run, setup=setup, dyadic=False, loss=loss)
-
-    def seen(world: af.World) -> float:
-        """Return the weight of the samples of this rank's batches."""
-        total, batches = 0.0, iter(af.batches(run.state(world)))
-        for _ in range(run.updates):
-            batch = next(batches)
-            for (_, y), weight in zip(batch.micro_batches, batch.weights, strict=True):
-                total += float(y[:weight, 0].abs().sum()) if weighted else weight
-        return total
-
-    def finish(world: af.World) -> tuple[Found, Found, Found, Found]:
-        state, _ = run.train(run.state(world))
-        before = tensors(state)
-        view = {f"params.{n}": p.clone() for n, p in af.eval_params(state).items()}
-        still = tensors(state)
-        return before, still, view, params(tensors(af.finalize(state)))
-
-    weights = list(simulate(size, seen))
-    results = simulate(size, finish)
-    parts = [params(before) for before, *_ in results]
-    if not any(weights):
-        weights = [1.0] * size  # nothing was seen: the plain mean
-    mean = {
-        path: sum(w * part[path] for w, part in zip(weights, parts, strict=True))
-        / sum(weights)
-        for path in parts[0]
-    }
-    for before, still, view, after in results:
-        assert differences(before, still) == []
-        assert differences(mean, view, within=1e-12) == []
-        assert differences(mean, after, within=1e-12) == []
 
 
 @attrs.define
@@ -273,39 +234,3 @@ def test_momentum_is_averaged_by_name(used: list[list[set[str]]]) -> None:
             mean = sum(known) / len(used) if len(known) == len(used) else held[rank]
             assert (found.get(name) is None) == (mean is None)
             assert mean is None or abs(found[name] - mean) < 1e-3
-
-
-@given(
-    run=runs(updates=3, remainder="short"),
-    size=st.sampled_from([2, 3]),
-    every=st.integers(1, 3),
-    first=st.booleans(),
-)
-def test_what_ema_keeps_is_evaluated_alike(run, size, every, first):
-    """Beside ema, in either order, all ranks evaluate the mean of their averages, always."""
-    local, ema = af.local_sgd(sync_every=every), af.ema(0.5)
-    both = (ema, local) if first else (local, ema)
-    run = attrs.evolve(run, setup=af.chain(af.shard_data(), *both), dyadic=False)
-
-    def look(state: af.TrainState) -> Found:
-        return {n: p.clone() for n, p in af.eval_params(state).items()}
-
-    def train(world: af.World) -> list[tuple[Found, Found, float]]:
-        state, seen = run.state(world), []
-        for _ in range(run.updates):
-            state, _ = run.train(state, 1)
-            kept = {n: p.clone() for n, p in state.slots["ema"].items()}
-            weight = float(state.slots["local_sgd"]["weight"])
-            seen.append((look(state), kept, weight))
-        state = af.finalize(state)
-        return [*seen, (look(state), dict(state.slots["ema"]), 0.0)]
-
-    for moment in zip(*simulate(size, train), strict=True):
-        weights = [weight for _, _, weight in moment]
-        weights = weights if any(weights) else [1.0] * size
-        for name in moment[0][0]:
-            kept = [average[name] for _, average, _ in moment]
-            mean = sum(w * k for w, k in zip(weights, kept, strict=True)) / sum(weights)
-            for found, _, _ in moment:
-                assert torch.equal(found[name], moment[0][0][name])
-                assert torch.allclose(found[name], mean, rtol=1e-6, atol=1e-9)

@@ -21,7 +21,6 @@ from tests.internals import tensor_leaves
 from tests.strategies import LOSSES, Net, Run, differences, runs, tensors
 
 KINDS = st.sampled_from(["plain", "tied", "frozen", "norm", "dropout", "unused"])
-BATCH = {"norm": 4, "dropout": 4}
 
 
 def setups() -> st.SearchStrategy[object]:
@@ -37,32 +36,6 @@ def make(run: Run, kind: str, setup: object) -> Run:
     return attrs.evolve(
         run, kind=kind, setup=setup, n=max(run.n, 12), batch_size=6, dyadic=False
     )
-
-
-@given(run=runs(), kind=KINDS, setup=setups())
-def test_the_same_step_twice(run: Run, kind: str, setup: object) -> None:
-    """The same state and batch give bitwise the same result, whatever the engine did before."""
-    run = make(run, kind, setup)
-    step = af.make_step(LOSSES[run.loss])
-    state, _ = run.train(run.state())
-    batch = first_batch(state)
-    before = tensors(state)
-    values = [tuple(x.clone() for x in micro) for micro in batch.micro_batches]
-    one, metrics_one = step(state, batch, donate=False)
-    assert differences(before, tensors(state)) == []
-    other, _ = step(  # the engine is busy elsewhere, and others draw
-        run.state(), first_batch(run.state())
-    )
-    with torch.random.fork_rng():
-        torch.rand(1)
-        two, metrics_two = step(state, batch)
-    assert differences(tensors(one), tensors(two)) == []
-    assert {k: v.item() for k, v in metrics_one.items()} == {
-        k: v.item() for k, v in metrics_two.items()
-    }
-    assert differences(tensors(other), tensors(one)) != []
-    for was, micro in zip(values, batch.micro_batches, strict=True):
-        assert all(map(torch.equal, was, micro))
 
 
 RANKED = [
@@ -100,39 +73,6 @@ def test_the_same_step_twice_on_ranks(run, kind, setup, size):
             assert differences(tensors(one), tensors(other)) == []
 
     simulate(size, step_twice)
-
-
-@given(run=runs(), kind=KINDS, setup=setups())
-def test_forks_do_not_meet(run: Run, kind: str, setup: object) -> None:
-    """Stepping two forks in turn gives what stepping each alone gives."""
-    run = make(run, kind, setup)
-    start, _ = run.train(run.state())
-    left, right = start.copy(), start.copy()
-    expected = tensors(run.train(start, 3)[0])
-    for _ in range(3):
-        left, _ = run.train(left, 1)
-        right, _ = run.train(right, 1)
-    assert differences(expected, tensors(left)) == []
-    assert differences(expected, tensors(right)) == []
-
-
-@given(run=runs(), kind=KINDS, setup=setups())
-def test_value_and_grad_changes_nothing(run: Run, kind: str, setup: object) -> None:
-    """Taking gradients, twice, leaves the state; and the first survive the second."""
-    run = make(run, kind, setup)
-    state, _ = run.train(run.state())
-    compute = af.value_and_grad(LOSSES[run.loss])
-    batch = first_batch(state)
-    before = tensors(state)
-    _, one = compute(state, batch)
-    kept = {name: grad.clone() for name, grad in one.tensors.items()}
-    _, two = compute(state, batch)
-    assert differences(before, tensors(state)) == []
-    assert differences(kept, dict(one.tensors)) == []
-    assert differences(kept, dict(two.tensors)) == []
-    assert differences(dict(one.buffers), dict(two.buffers)) == []
-    stepped, _ = af.make_step(LOSSES[run.loss])(state, batch, donate=False)
-    assert differences(tensors(stepped), tensors(af.apply_grads(state, one))) == []
 
 
 @given(

@@ -12,11 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import accelfn as af
-from accelfn.testing import simulate
 from tests.internals import devices, draws
-from tests.laws.worlds import single
-from tests.states import linear_state
 
 CPU = torch.device("cpu")
 Draws = tuple[float, ...]
@@ -184,67 +180,3 @@ def test_blocks_that_draw_within_one_another_are_apart(seeds: list[int]) -> None
     """However deep blocks that read data lie in one another, each draws what it would alone."""
     found = drawn_within(seeds)
     assert found == [each for seed in seeds for each in drawn_within([seed])]
-
-
-def draws_of(
-    world: af.World, setup: object, seed: int, name: str = "state"
-) -> tuple[list[Draws], list[Draws], torch.Tensor]:
-    """Train three updates; return the losses' draws, a user's, and the first weights."""
-    data = af.Data(torch.ones(24, 2), global_batch_size=8)
-    state = linear_state(2, data=data, setup=setup, world=world, seed=seed, name=name)
-    first = state.params["weight"].clone()
-    noted: list[Draws] = []
-    users: list[Draws] = []
-
-    def loss_fn(net: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        noted.append((*torch.rand(4, dtype=torch.float64).tolist(), *rolled()[1:]))
-        return net(batch).mean()
-
-    step = af.make_step(loss_fn)
-    for batch in af.batches(state, until_epoch=1):
-        for purpose, shared in itertools.product(("one", "two"), (False, True)):
-            with af.fork_rng(state, purpose, shared=shared):
-                users.append(tuple(torch.rand(4, dtype=torch.float64).tolist()))
-        state, _ = step(state, batch)
-    return noted, users, first
-
-
-@given(
-    size=st.integers(1, 4),
-    parts=st.integers(1, 3),
-    seed=st.one_of(st.integers(0, 5), st.integers(2**32, 2**32 + 5)),
-    setup=st.sampled_from([af.wrap_ddp(), af.local_sgd(sync_every=2)]),
-)
-def test_ranks_steps_and_micro_batches_draw_apart(
-    size: int, parts: int, seed: int, setup: object
-) -> None:
-    """Private draws differ by rank, step and micro-batch; shared ones and weights agree."""
-    split = af.chain(af.shard_data(), setup, af.accumulate(num_micro_batches=parts))
-    runs = simulate(size, lambda world: draws_of(world, split, seed)).results
-    private = [draw for noted, _, _ in runs for draw in noted]
-    assert len(private) == size * 3 * parts
-    for _, users, _ in runs:
-        private += users[::2]
-    shared = [tuple(users[1::2]) for _, users, _ in runs]
-    assert len(set(shared)) == 1
-    assert distinct([*private, *shared[0]])
-    alone, _, first = draws_of(single(), af.chain(), seed)
-    assert all(torch.equal(first, weights) for _, _, weights in runs)
-    assert alone == runs[0][0][::parts]  # keyed by rank and number, not by sample
-
-
-@given(
-    seeds=st.lists(st.integers(0, 9), min_size=1, max_size=2, unique=True),
-    names=st.lists(st.sampled_from("ab"), min_size=1, max_size=2, unique=True),
-)
-def test_seeds_and_names_draw_apart(seeds: list[int], names: list[str]) -> None:
-    """States of other seeds or names share no draw and no weight; equal ones share all."""
-    every = []
-    wide = [*seeds, *(seed + 2**32 for seed in seeds)]
-    for seed, name in itertools.product(wide, names):
-        noted, users, first = draws_of(single(), None, seed, name)
-        again, users_again, first_again = draws_of(single(), None, seed, name)
-        assert (noted, users) == (again, users_again)
-        assert torch.equal(first, first_again)
-        every += [*noted, *users, tuple(first.flatten().tolist())]
-    assert distinct(every)

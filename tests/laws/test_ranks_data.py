@@ -80,25 +80,6 @@ def test_workers_change_nothing(workers, data, size, parts, seed):
     simulate(size, one)
 
 
-@given(data=drawing(), size=st.integers(1, 8), parts=st.integers(1, 3))
-def test_draws_are_of_a_place(data: af.Data, size: int, parts: int) -> None:
-    """What torch, numpy and Python draw is a place's on any ranks, and no other place's."""
-
-    def rows(world: af.World, seed: int) -> dict[tuple[int, int], list[float]]:
-        found = {}
-        for batch in read(world, data, parts=parts, seed=seed):
-            values = torch.cat(batch.micro_batches)[~batch.filler].tolist()
-            found |= {(batch.epoch, int(row[0])): row[1:] for row in values}
-        return found
-
-    expected = rows(single(), 0)
-    parts_of = simulate(size, lambda world: rows(world, 0))
-    assert {k: row for part in parts_of for k, row in part.items()} == expected
-    other = rows(single(), 2**32)
-    for column in zip(*expected.values(), *other.values(), strict=True):
-        assert len(set(column)) == len(expected) + len(other)
-
-
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=2, max_size=3),
     plainly=st.booleans(),

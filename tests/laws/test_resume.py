@@ -131,59 +131,6 @@ def test_sums_are_taken_alike_after_a_cut(run, at, size, sums, bucket, options):
 
 
 @given(
-    run=runs(optimizer="momentum", updates=4),
-    kind=st.sampled_from(["plain", "tied", "norm"]),
-    at=st.integers(0, 4),
-    sizes=st.sampled_from([(2, 1), (1, 2), (2, 4), (4, 2), (3, 2)]),
-)
-def test_another_number_of_ranks_goes_on(run, kind, at, sizes):
-    """Saved on n ranks and loaded on m, a run ends where it would have, up to rounding."""
-    run = make(run, kind, af.chain(af.shard_data(), af.wrap_ddp(), af.ema(0.5)))
-    for whole, resumed in cut(sizes, run, at):
-        if kind == "norm":  # its statistics are of a rank's share: only that it goes on
-            assert whole["step"] == resumed["step"]
-            assert whole["cursor.samples"] == resumed["cursor.samples"]
-        else:
-            assert differences(whole, resumed, within=1e-9) == []
-
-
-@given(
-    at=st.integers(0, 4),
-    sizes=st.sampled_from([(2, 1), (2, 3), (3, 2)]),
-    optimizer=st.sampled_from(["sgd", "momentum", "adamw"]),
-    weighted=st.booleans(),
-)
-def test_ranks_that_differ_are_averaged(at, sizes, optimizer, weighted):
-    """Between averages of local SGD another number of ranks goes on from their mean."""
-    run = Run(
-        n=23,
-        dyadic=False,
-        loss="weighted" if weighted else "squared",
-        updates=4,
-        optimizer=optimizer,
-        setup=af.chain(af.shard_data(), af.local_sgd(sync_every=3)),
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        to = str(Path(folder) / "saved")
-
-        def mean(world: af.World) -> Found:
-            state, _ = run.train(run.state(world), at)
-            af.save(state, to)
-            return dict(af.eval_params(state))
-
-        def load(world: af.World) -> tuple[Found, Found]:
-            state = af.load(run.state(world), to)
-            before = {n: p.clone() for n, p in state.params.items()}
-            return before, tensors(run.train(state, 4 - at)[0])
-
-        ranks = simulate(sizes[0], mean)
-        for params, after in simulate(sizes[1], load):
-            expected = {name: ranks[0][name] for name in params}
-            assert differences(expected, params, within=1e-9) == []
-            assert after["step"] == 4
-
-
-@given(
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.complex64]),
     ones=st.lists(st.integers(1, 3), min_size=2, max_size=4),
     large=st.sampled_from([0.0, 64.0, 256.0]),
