@@ -184,7 +184,7 @@ OTHERS = {
     "sum": lambda x: x.sum(),
     "a comparison": lambda x: x > 0,
     "a word": lambda x: x[..., 5],
-    "a word of a text": lambda x: x[0, 1, 5],
+    "some words": lambda x: x[0, 1, 5:],
     "another dtype": lambda x: x.view(torch.int64),
     "another shape": lambda x: x.reshape(-1, 4),
     "put together": lambda x: torch.cat([x, x], -1),
