@@ -449,11 +449,6 @@ def counts_twice(_, state, slot, update):
     return attrs.evolve(state, step=state.step + 1), slot
 
 
-@planted("after_update", "drops_nothing", "changes state.seed. Only the step may")
-def another_seed(_, state, slot, update):
-    return attrs.evolve(state, seed=state.seed + 1), slot
-
-
 def follow(_: Any, state: af.TrainState, slot: Any, update: af.Update) -> Any:
     for name, param in state.params.items():
         slot[name].lerp_(param, 0.5)
@@ -962,18 +957,6 @@ def test_what_leaves_something_for_later_says_so():
         check_transform(ErrorFeedback(), **ONE)
 
 
-def of_means(grads, world, *_):
-    own = weight_of(grads, world).clamp(min=1)
-    means = {n: g / own for n, g in grads.tensors.items()}
-    return af.all_reduce(means, world, "mean"), 1
-
-
-def all_but_the_last(grads, world, *_):
-    counts = world.rank < world.size - 1
-    given = grads.map(lambda g: g * counts).tensors, weight_of(grads, world) * counts
-    return af.all_reduce(given, world)
-
-
 def the_first_twice(grads, world, *_):
     times = 2 if world.is_main else 1
     given = grads.map(lambda g: g * times).tensors, weight_of(grads, world) * times
@@ -992,10 +975,6 @@ def from_this_rank_on(grads, world, _, weight):
 BIAS = "head.bias"
 SUMS: dict[str, Callable[..., Any]] = {
     "by its own weight": lambda grads, _, sums, weight: (sums, grads.weight),
-    "by its own weight a rank": lambda grads, world, sums, weight: (
-        sums,
-        grads.weight * world.size,
-    ),
     "sums for means": lambda *given: (given[2], 1),
     "a rank's own parameter": lambda grads, _, sums, weight: (
         {**sums, BIAS: grads.tensors[BIAS]},
@@ -1016,8 +995,6 @@ SUMS: dict[str, Callable[..., Any]] = {
     "of the first": lambda grads, world, *_: af.broadcast(
         (grads.tensors, weight_of(grads, world)), world
     ),
-    "of means": of_means,
-    "all but the last": all_but_the_last,
     "the first twice": the_first_twice,
     "from this rank on": from_this_rank_on,
 }

@@ -157,17 +157,3 @@ def test_integers_of_ddp_are_never_corrupted():
             fault = Corrupt(0, at, element=element)
             run = simulate(1, lambda world: by_ddp(world, **program), faults=[fault])
             assert run.missed == (fault,)
-
-
-def test_sparse_gradients():
-    """An embedding's sparse gradients are averaged too."""
-
-    def fn(world):
-        table = nn.Embedding(4, 2, sparse=True)
-        model = DistributedDataParallel(table, process_group=world.group)
-        model(torch.tensor([world.rank, 3])).sum().backward()
-        return table.weight.grad.to_dense().tolist()
-
-    assert (
-        simulate(2, fn).results == ([[0.5] * 2, [0.5] * 2, [0.0] * 2, [1.0] * 2],) * 2
-    )

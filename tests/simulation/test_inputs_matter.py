@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.testing import Crash, Leave, Raise, Terminate, simulate
+from accelfn.testing import simulate
 from accelfn.testing.strategies import Program
 from tests.laws.worlds import DDP
 from tests.strategies import LOSSES, Run, tensors
@@ -112,23 +112,3 @@ def test_each_field_of_a_program_is_drawn_and_given_on():
     """A run hands each of its fields on: a program has no other."""
     names = {each.name for each in attrs.fields(Program)}
     assert names == {*FIELDS, "dataset", "model"} - {"n", "kind", "dyadic"}
-
-
-# Where a fault is
-
-
-@pytest.mark.parametrize("kind", [Raise, Leave, Crash, Terminate])
-@given(rank=st.integers(0, 2), at=st.integers(0, 5))
-def test_a_fault_happens_where_it_is_planned(kind: type, rank: int, at: int) -> None:
-    """The rank has made as many calls as were planned, and no other went before."""
-    made = [0, 0, 0]
-
-    def fn(world: af.World) -> None:
-        for _ in range(6):
-            dist.barrier(group=world.group)
-            made[world.rank] += 1
-
-    with pytest.raises((af.errors.Error, RuntimeError)):
-        simulate(3, fn, faults=[kind(rank, at)])
-    assert made[rank] == at
-    assert max(made) <= at
