@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Data` by index: arrays, tables, datasets of other libraries, mixes; what it refuses."""
 
-import itertools
 import math
 import re
 import tracemalloc
@@ -30,8 +29,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.internals import tree_map
-from tests.states import bits, linear_state, read
+from tests.states import linear_state, read
 
 X = torch.arange(20.0).reshape(10, 2)
 Y = torch.arange(10)
@@ -442,36 +440,6 @@ def test_a_sample_that_cannot_be_read_is_named(picked, bad, batch_size, mixed, c
 
 
 # Datasets made of tensors.
-
-ROWS_OF_TENSORS = {
-    "a tensor": X,
-    "a tuple": (X, X[:, 0].double()),
-    "a dict": {"x": X, "y": X[:, 1].bfloat16()},
-    "a tensor beside a dict": (X, {"y": X[:, 1], "z": [X[:, 0].long()]}),
-    "a dict beside a tensor": ({"y": X[:, 1]}, X),
-    "TensorDataset": TensorDataset(X, X[:, 0]),
-}
-
-
-@pytest.mark.parametrize("kind", ROWS_OF_TENSORS)
-@pytest.mark.parametrize("parts", [[], [10], [3, 7]], ids=["whole", "Subset", "mix"])
-def test_a_batch_of_tensors_has_the_containers_of_the_dataset(kind, parts):
-    """Of tensors in any containers, each has its rows, where it stood, in its dtype."""
-    rows, ends = ROWS_OF_TENSORS[kind], np.cumsum([0, *parts])
-    subsets = [Subset(rows, range(a, b)) for a, b in itertools.pairwise(ends)]
-    options = {"global_batch_size": 4, "shuffle": True}
-    data = (
-        af.Data.mix(subsets, **options)
-        if len(subsets) > 1
-        else af.Data(*subsets or [rows], **options)
-    )
-    given = rows.tensors if isinstance(rows, TensorDataset) else rows
-    for batch in read(data):
-        expected = tree_map(lambda leaf, b=batch: leaf[b.indices], given)
-        assert bits(batch.value) == bits(expected)
-
-
-mix = partial(af.Data.mix, global_batch_size=4)
 
 
 # Order, samplers and loaders.

@@ -296,22 +296,6 @@ def test_metrics_are_a_mapping():
 
 # Numbers that are odd.
 
-SKIPS = af.chain(af.wrap_ddp(), af.skip_nonfinite(max_consecutive=0))
-
-
-def test_a_loss_that_is_not_finite_on_one_rank_is_named():
-    """All ranks raise, with the parameters, the rank and the update."""
-
-    def run(world):
-        state = make(setup=SKIPS, world=world)
-        rows = X * (math.nan if world.rank == 1 else 1)
-        with pytest.raises(af.errors.NonFiniteGradsError) as caught:
-            STEP(state, rows)
-        assert "update 0" in str(caught.value)
-        assert "rank 1: 2 (weight, bias); its loss is not finite" in str(caught.value)
-
-    simulate(2, run)
-
 
 @pytest.mark.parametrize("clip", [af.clip_grad_norm(1.0), af.clip_grad_value(1.0)])
 def test_sparse_gradients_are_not_clipped(clip):
@@ -321,38 +305,6 @@ def test_sparse_gradients_are_not_clipped(clip):
     with pytest.raises(GradsError, match="'weight' is sparse"):
         STEP(state, rows)
     STEP(state.with_setup(None), rows)
-
-
-class Odd(nn.Module):
-    """A model with parameters that no optimizer can move, and complex ones."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(torch.arange(3), requires_grad=False)
-        self.mask = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
-        self.phase = nn.Parameter(torch.tensor([3.0 + 4.0j, 1.0j]))
-
-    def forward(self, rows):
-        return (rows * self.phase).abs().square()
-
-
-@pytest.mark.parametrize("reducing", [af.wrap_ddp(), af.local_sgd(sync_every=1)])
-def test_integers_and_complex_numbers(reducing):
-    """Integers and booleans stay; complex numbers are averaged, and normed by their size."""
-
-    def run(world):
-        setup = af.chain(af.shard_data(), reducing, af.clip_grad_norm(math.inf))
-        state = make(setup=setup, model=Odd, world=world)
-        rows = torch.arange(8.0).view(4, 2).chunk(world.size)[world.rank] / 8
-        state, metrics = af.make_step(lambda net, x: net(x).mean())(state, rows)
-        assert metrics["grad_norm"] > 0
-        return {n: p.clone() for n, p in af.finalize(state).params.items()}
-
-    (alone,) = simulate(1, run)
-    for found in simulate(2, run):
-        assert torch.equal(found["table"], torch.arange(3))
-        assert torch.equal(found["mask"], torch.tensor([True, False]))
-        assert torch.allclose(found["phase"], alone["phase"])
 
 
 @pytest.mark.parametrize("count", [2**53 + 1, 2**63 - 2])

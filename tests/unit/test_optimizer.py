@@ -166,55 +166,6 @@ def test_numbers_of_groups_are_in_the_state():
 # Ready optimizers.
 
 
-def grouped(model, make=optim.AdamW):
-    """Return an optimizer with two groups of different rates and decays."""
-    return make(
-        [
-            {"params": model[0].parameters(), "lr": 0.01, "weight_decay": 0.5},
-            {"params": model[2].parameters(), "lr": 0.1, "name": "head"},
-        ]
-    )
-
-
-def test_ready_optimizer_with_groups():
-    """Groups keep their rates and decays, and a schedule multiplies each rate."""
-    model = seeded()
-    state = create_state(
-        model=model, optimizer=grouped(model), schedule=af.schedules.linear(10)
-    )
-    assert state.lrs == (0.01, 0.1)
-    twin = seeded()
-    optimizer = grouped(twin)
-    scheduler = optim.lr_scheduler.LambdaLR(optimizer, af.schedules.linear(10))
-    for part in PARTS:
-        state, _ = STEP(state, part)
-        optimizer.zero_grad()
-        square(twin, part).backward()
-        optimizer.step()
-        scheduler.step()
-    assert bits(dict(twin.named_parameters())) == bits(state.params)
-
-
-def test_hyper_of_a_group():
-    """A transform sets a hyperparameter of one group, by index or by name."""
-
-    @af.transform
-    class Sets:
-        where: object
-
-        def hyper(self, hyper, slot, update):
-            return {(self.where, "lr"): 0.0}, slot
-
-    for where, moved in (("head", "0."), (1, "0."), (0, "2.")):
-        model = seeded()
-        state = create_state(model=model, optimizer=grouped(model), setup=Sets(where))
-        before = bits(state.params)
-        after = bits(STEP(state, X)[0].params)
-        assert {f"{moved}weight", f"{moved}bias"} == {
-            name for name in before if before[name] != after[name]
-        }
-
-
 class Global(optim.SGD):
     """Keeps two entries that belong to no parameter, as MADGRAD keeps one."""
 

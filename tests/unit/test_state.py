@@ -353,27 +353,6 @@ def test_what_is_put_in_the_place_of_a_lent_tensor_is_refused(names):
         module.bias = None
 
 
-def test_evaluated_parameters():
-    """`eval_params` are the average under `ema`, and the state's own without."""
-    state = make(setup=af.ema(0.5))
-    average = bits(af.eval_params(state))
-    with pytest.raises(ArgumentError, match=r"ema\(0.5\) the parameters for eval"):
-        af.borrow_model(state).__enter__()
-    with af.borrow_model(state, at="train") as model:
-        assert bits(state.params) == bits(dict(model.named_parameters()))
-        assert bits(state.buffers) == bits(dict(model.named_buffers()))
-        assert model.training
-        assert all(param.requires_grad for param in model.parameters())
-    assert bits(state.slots["ema"]) == average != bits(state.params)
-    with af.borrow_model(state, at="eval") as model:
-        assert average == bits(dict(model.named_parameters()))
-    assert average == bits(dict(af.snapshot_model(state, at="eval").named_parameters()))
-    raw = af.snapshot_model(state, at="train")
-    assert bits(state.params) == bits(dict(raw.named_parameters()))
-    plain = make(setup=None)
-    assert bits(plain.params) == bits(af.eval_params(plain))
-
-
 @pytest.mark.parametrize(
     "call",
     [

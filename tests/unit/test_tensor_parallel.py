@@ -3,7 +3,6 @@
 
 import re
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,6 @@ from accelfn.errors import (
     WorldError,
 )
 from accelfn.testing import simulate
-from tests.internals import draws
 from tests.states import values
 from tests.strategies import differences
 
@@ -317,27 +315,6 @@ def test_an_axis_that_no_plan_uses_is_refused():
         on_two(fn)
 
 
-def test_looking_leaves_no_trace():
-    """The first step is not told apart: neither by draws nor by modes nor by buffers."""
-
-    class Counting(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            assert self.training or not torch.is_grad_enabled()
-            self.calls += 1
-            return super().forward(x) + torch.rand(())
-
-    def fn(world: af.World) -> af.TrainState:
-        state = step_once(world, model=Counting)
-        assert state.buffers["calls"] == 1
-        return state
-
-    check_as_alone(fn)
-
-
 def one_input(net: Any, x: torch.Tensor) -> torch.Tensor:
     x = net.first(x)
     return net.down(torch.tanh(net.up(x)) * net.more(x))
@@ -364,31 +341,6 @@ def test_layers_of_one_input_add_up_its_gradient_once():
     assert len(sums) == 1 + 2 * 2  # in the first look, and there and back in each step
     model = partial(Net, two_inputs)
     check_as_alone(partial(step_once, model=model, plan=plan, optimizer=sgd))
-
-
-def drawn() -> float:
-    with draws.seeded(0, torch.device("cpu")):
-        return float(torch.rand(()))
-
-
-def test_a_loss_that_raises_between_layers_lets_others_draw():
-    """The generators are the rank's again, and free for another thread."""
-
-    def fails(net: Any, x: torch.Tensor) -> torch.Tensor:
-        x = net.up(x)
-        if net.training:
-            raise KeyError
-        return net.down(x)
-
-    def fn(world: af.World) -> None:
-        before = torch.get_rng_state()
-        with pytest.raises(KeyError):
-            step_once(world, model=partial(Net, fails))
-        assert torch.equal(torch.get_rng_state(), before)
-        with ThreadPoolExecutor(1) as another:
-            assert another.submit(drawn).result() == drawn()
-
-    on_two(fn)
 
 
 class Reads(nn.Module):

@@ -534,22 +534,6 @@ def test_gradients_that_stay_on_a_rank_are_refused():
         simulate(4, program, axes=SQUARE)
 
 
-def test_a_custom_step_reduces_within_a_worker():
-    """`sync_grads` gives what the backward pass would have."""
-
-    def program(world):
-        state = state_of(world, WORKER, EVERY)
-        x = torch.full((1, 1), float(world.rank))
-        _, own = COMPUTE(state, x, sync=False)
-        own = af.sync_grads(state, own)
-        found = own.tensors["weight"].item()
-        _, averaged = COMPUTE(state, x)
-        assert found == averaged.tensors["weight"].item()
-        return found
-
-    assert simulate(4, program, axes=SQUARE).results == (0.5, 0.5, 2.5, 2.5)
-
-
 wide = partial(create, model=partial(nn.Linear, 3, 5, dtype=torch.float64), setup=FSDP)
 
 
@@ -674,13 +658,3 @@ def test_a_list_of_whole_and_split_tensors_is_changed_in_one_call(name, dtype):
         change([], [])
 
     simulate(2, each_rank, axes={"dp_shard": 2})
-
-
-@pytest.mark.parametrize("setup", [FSDP, af.chain(WORKER, EVERY)])
-def test_a_world_of_one_is_whole(setup):
-    """It trains as without engines, needs no axes, and its tensors are torch's own."""
-    states = (begun(af.World(), each) for each in (setup, af.identity()))
-    (one, _), (other, _) = (STEP(state, torch.ones(3, 4)) for state in states)
-    for name, param in one.params.items():
-        assert type(param) is torch.Tensor
-        assert torch.equal(param, other.params[name])

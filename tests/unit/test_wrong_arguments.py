@@ -7,7 +7,6 @@ from datetime import timedelta
 from functools import partial
 
 import attrs
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ import accelfn as af
 from accelfn import errors, testing
 from accelfn.errors import ArgumentError, CallError
 from accelfn.testing import simulate
-from tests.internals import check_integer, integer, is_integer, is_number, truth
+from tests.internals import integer, is_number, truth
 from tests.laws.worlds import single
 from tests.states import SGD, STEP, square
 from tests.states import create as create_state
@@ -498,28 +497,6 @@ def test_a_step_is_saved_once(tmp_path):
 class Bag:
     count: int = attrs.field(default=1, validator=integer(1, "a number of beans"))
     is_open: bool = attrs.field(default=True, validator=truth(within="shop."))
-
-
-NO_INTEGERS = [True, False, 1.0, "1", None, math.inf, np.int64(1), [1]]
-
-
-@pytest.mark.parametrize("value", NO_INTEGERS)
-def test_what_is_no_integer(value):
-    """Truths, numbers that happen to be whole, and text are none."""
-    assert not is_integer(value)
-    with pytest.raises(ArgumentError, match="expected an integer, 0 or more") as caught:
-        check_integer("af.f", "n", value, 0)
-    assert f"af.f(n={value!r})" in str(caught.value)
-
-
-def test_the_least_integer():
-    """The bound itself is in; without one, all integers are."""
-    assert is_integer(-3)
-    assert is_integer(2, 2)
-    assert not is_integer(1, 2)
-    check_integer("af.f", "n", 2, 2)
-    with pytest.raises(ArgumentError, match=r"af\.f\(n=1\): .* 2 or more"):
-        check_integer("af.f", "n", 1, 2)
 
 
 @pytest.mark.parametrize(("value", "number"), [(1, 1), (0.5, 1), (True, 0), ("1", 0)])
