@@ -186,22 +186,6 @@ def test_ranks_go_together_again_when_they_agree(
     assert not found[0] if not agree else found[0] or has_own
 
 
-@given(momentum=st.sampled_from([0.0, 0.5]), updates=st.integers(0, 2))
-def test_ddp_looks_at_what_it_is_given(momentum: float, updates: int) -> None:
-    """Parameters that somebody wrote on one rank alone are found at the next step."""
-    rows = rows_of(0)
-
-    def train(world: af.World) -> None:
-        state = trained(create(world, DDP, momentum=momentum), rows, updates)
-        other = {"0": state.params["0"] + world.rank}
-        state = state.with_params(other)
-        af.release_engine(state)
-        with pytest.raises(ReplicaMismatchError):
-            trained(state, rows, 1)
-
-    simulate(2, train)
-
-
 @given(size=st.integers(2, 3), apart=st.integers(0, 3), seed=st.integers(0, 9))
 def test_what_is_averaged_stays(size: int, apart: int, seed: int) -> None:
     """Behind an average finalize moves no bit and asks no rank; nor does a second finalize."""

@@ -2,7 +2,6 @@
 """Ranks with unequal parts go together, and together have each sample once."""
 
 import copy
-from functools import partial
 from typing import Any
 
 import attrs
@@ -107,32 +106,6 @@ def test_lockstep_trains_on_the_mean_over_all(
         return by_update(world, run, af.join_uneven(own[world.rank], world))
 
     for found in simulate(len(counts), fn):
-        check_equal(found, expected)
-
-
-@given(
-    n=st.integers(1, 12),
-    batch_size=st.integers(1, 12),
-    remainder=st.sampled_from(["short", "pad"]),
-    size=st.sampled_from([1, 2, 4]),
-    parts=st.integers(1, 3),
-    seed=st.integers(0, 3),
-)
-def test_uneven_data_need_no_join(
-    n: int, batch_size: int, remainder: str, size: int, parts: int, seed: int
-) -> None:
-    """Empty, short and uneven shares give, bitwise, the update of one process on the batch."""
-    run = Run(n, batch_size, loss="weighted", remainder=remainder, seed=seed)
-    split = attrs.evolve(
-        run, setup=af.chain(DDP, af.accumulate(num_micro_batches=parts))
-    )
-
-    def updates(world: af.World, run: Run) -> list[dict[str, Any]]:
-        batches = af.batches(run.state(world), until_epoch=1)
-        return by_update(world, run, batches)
-
-    expected = updates(single(), run)
-    for found in simulate(size, partial(updates, run=split)):
         check_equal(found, expected)
 
 

@@ -2,11 +2,9 @@
 """Names, order, layout and ties of parameters and data change no number."""
 
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import attrs
-import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -164,94 +162,7 @@ def test_tied_stays_tied(run: Run, setup: object) -> None:
         assert lent.second.weight is lent.first.weight
 
 
-class Sum(nn.Module):
-    """Three numbers, of which a loss is the sum, each times its size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in SIZES:
-            self.register_parameter(
-                name, nn.Parameter(torch.ones((), dtype=torch.float64))
-            )
-
-
 SIZES = {"a": 1.0, "b": 2.0, "c": 4.0}
-MASKS = st.lists(
-    st.sets(st.sampled_from(sorted(SIZES)), min_size=1), min_size=1, max_size=6
-)
-
-
-@given(
-    masks=MASKS,
-    every=st.sampled_from([None, 1, 2, 3]),
-    decay=st.sampled_from([None, 0.5]),
-    first=st.booleans(),
-    size=st.integers(1, 3),
-)
-def test_what_is_frozen_and_thawed_is_averaged_and_evaluated(
-    masks, every, decay, size, first
-):
-    """Parameters frozen or thawed before any update stay where they are; averages go on."""
-    ema = [] if decay is None else [af.ema(decay)]
-    local = [af.wrap_ddp()] if every is None else [af.local_sgd(sync_every=every)]
-    ahead = first and every is not None  # ema before the average over ranks
-    setup = af.chain(af.shard_data(), *([*ema, *local] if ahead else [*local, *ema]))
-    expected = by_hand(masks, every, decay, size, ahead=ahead)
-
-    def rank_(world: af.World) -> list[dict[str, float]]:
-        state = af.TrainState.create(
-            model=Sum,
-            optimizer=partial(torch.optim.SGD, lr=0.125),
-            setup=setup,
-            world=world,
-        )
-        step = af.make_step(
-            lambda model, x: x.mean() * sum(getattr(model, n) * SIZES[n] for n in SIZES)
-        )
-        seen = []
-        for mask in masks:
-            state = state.with_trainable(lambda name, _, mask=mask: name in mask)
-            scale = torch.tensor([1.0 + world.rank], dtype=torch.float64)
-            state, _ = step(state, scale)
-            seen.append({n: float(p) for n, p in af.eval_params(state).items()})
-        return seen
-
-    for found in simulate(size, rank_):
-        for one, other in zip(found, expected, strict=True):
-            assert one == pytest.approx(other, abs=1e-9)
-
-
-def by_hand(
-    masks: list[set[str]],
-    every: int | None,
-    decay: float | None,
-    size: int,
-    *,
-    ahead: bool,
-) -> list[dict[str, float]]:
-    """Return what is evaluated after each update: means of what ranks hold, or of averages."""
-    held = [dict.fromkeys(SIZES, 1.0) for _ in range(size)]
-    kept = [dict(each) for each in held]
-    shown, seen = held if decay is None else kept, []
-    for number, mask in enumerate(masks, 1):
-        for rank, params in enumerate(held):
-            scale = 1 + rank if every is not None else (1 + size) / 2
-            for name in mask:
-                params[name] -= scale * SIZES[name] / 8
-        if ahead:
-            average(kept, held, decay)
-        if every is not None and number % every == 0:
-            mean = mean_of(held)
-            for params in held:
-                params.update(mean)
-        if not ahead:
-            average(kept, held, decay)
-        seen.append(mean_of(shown))
-    return seen
-
-
-def mean_of(ranks: list[dict[str, float]]) -> dict[str, float]:
-    return {name: sum(each[name] for each in ranks) / len(ranks) for name in SIZES}
 
 
 def average(

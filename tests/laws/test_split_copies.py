@@ -67,22 +67,6 @@ def params(found: Found) -> Found:
     return {name: value for name, value in found.items() if name.startswith("params")}
 
 
-@given(run=trainings, apart=apart, updates=st.integers(1, 3))
-def test_an_average_an_update_is_one_model_of_sgd(
-    run: Run, apart: Apart, updates: int
-) -> None:
-    """With sync_every=1 and plain SGD, copies that train apart are copies that do not."""
-    run = attrs.evolve(run, optimizer="sgd", behind=())
-    setups = af.local_sgd(sync_every=1), af.identity()
-
-    def trained(world: af.World) -> list[Found]:
-        states = [apart.state(run, world, each) for each in setups]
-        return [params(tensors(apart.stepped(run, s, updates))) for s in states]
-
-    for averaged, summed in apart.on_ranks(trained):
-        assert differences(averaged, summed, within=1e-12) == []
-
-
 @given(run=trainings, apart=apart, every=every, updates=st.integers(1, 4))
 def test_only_averages_cross_copies(
     run: Run, apart: Apart, every: Any, updates: int
