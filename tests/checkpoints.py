@@ -2,6 +2,7 @@
 """States to be saved in a moment, and checkpoints whose files or manifests are changed."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,16 @@ def refused(
 ) -> "pytest.RaisesExc[Exception]":
     """Expect, as a context, an error that a pattern describes."""
     return pytest.raises(kind, match=words)
+
+
+class Bomb:
+    """An object whose unpickling makes a directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
 
 
 def damage(path: Path, at: int = -1, bit: int = 0) -> None:

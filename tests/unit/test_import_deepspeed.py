@@ -12,9 +12,9 @@ from torch import nn
 
 import accelfn as af
 from accelfn.errors import CheckpointError
+from tests.checkpoints import Bomb
 from tests.internals import deepspeed
 from tests.states import values
-from tests.unit.test_import_state import Bomb
 from tests.zero_folders import Training, write_zero
 
 ADAMW = partial(torch.optim.AdamW, lr=0.1)
@@ -110,11 +110,8 @@ def test_a_group_counts_for_those_that_were_stepped():
     """What has no state was not: a part that is frozen, or that no loss reached."""
     groups = [{"params": [0, 1], "step": 3}, {"params": [2]}]
     inner = {"param_groups": groups, "state": {0: {"exp_avg": 1}, 2: {"step": 2}}}
-    assert [*deepspeed._entries_of_groups(inner)] == [
-        {"step": 3, "exp_avg": 1},
-        {},
-        {"step": 2},
-    ]
+    entries = [*deepspeed._entries_of_groups(inner)]
+    assert entries == [{"step": 3, "exp_avg": 1}, {}, {"step": 2}]
 
 
 def test_a_step_that_a_group_counts(tmp_path):
@@ -137,10 +134,9 @@ def test_a_step_that_a_group_counts(tmp_path):
 def test_a_number_that_an_optimizer_keeps_of_each_parameter(tmp_path, stage, product):
     """Of all that lies in a flat group each parameter has its own, beside its parts of tensors."""
     tag = saved(tmp_path, stage)
-    change_all(
-        tag.glob("*_optim_states.pt"),
-        lambda held: flat_of(held)["state"][0].update(mu_product=product),
-    )
+    more = {"mu_product": product}
+    files = tag.glob("*_optim_states.pt")
+    change_all(files, lambda held: flat_of(held)["state"][0].update(more))
     state = af.import_state(create(partial(torch.optim.NAdam, lr=0.1)), tag).state
     for name, tensor in WEIGHTS.items():
         kept = state.opt_state[name]
@@ -259,12 +255,12 @@ def test_names_and_shapes_that_differ_are_told(tmp_path, stage):
 def test_what_an_optimizer_keeps_of_other_sizes_is_refused(tmp_path):
     """A tensor that is neither as long as the weights nor a number."""
     tag = saved(tmp_path)
-    change_all(
-        [tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt"],
-        lambda held: flat_of(held)["state"][0].update(exp_avg=torch.zeros(1)),
+    file, less = (
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        {"exp_avg": torch.zeros(1)},
     )
-    said = refused(tag)
-    assert "'exp_avg' has the shapes [(6,), (1,)] on the ranks" in said
+    change_all([tag / file], lambda held: flat_of(held)["state"][0].update(less))
+    assert "'exp_avg' has the shapes [(6,), (1,)] on the ranks" in refused(tag)
 
 
 @stages
@@ -295,9 +291,8 @@ def test_parts_of_another_kind_are_told(tmp_path, stage, rank, count):
 
     def change(held):
         held = held["optimizer_state_dict"]
-        held[key] = (
-            [*held[key]] * 2 if count == 2 else [each[None] for each in held[key]]
-        )
+        flat = [*held[key]]
+        held[key] = flat * 2 if count == 2 else [each[None] for each in flat]
 
     tag = saved(tmp_path, stage)
     file = tag / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
@@ -352,12 +347,9 @@ def test_objects_of_deepspeed_stay_shut(tmp_path, monkeypatch, stage):
         objects.append(kind())
         objects[-1].scale = 3
     tag = saved(tmp_path, stage)
-    change_all(
-        [tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
-        lambda held: held["optimizer_state_dict"].update(
-            loss_scaler=objects, dynamic_loss_scale=True
-        ),
-    )
+    more = {"loss_scaler": objects, "dynamic_loss_scale": True}
+    files = [tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+    change_all(files, lambda held: held["optimizer_state_dict"].update(more))
     change_all(tag.glob("*model_states.pt"), lambda held: held.update(mine=objects))
     report = af.import_state(create(), tag)
     assert ran == []

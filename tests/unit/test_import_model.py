@@ -27,6 +27,7 @@ from accelfn.errors import (
     Error,
     ModelError,
 )
+from tests.checkpoints import Bomb
 from tests.internals import placement
 from tests.real_models import DECODER
 from tests.states import linear_state
@@ -619,21 +620,11 @@ def test_torch_weights_are_compared_alike(tmp_path):
         af.import_torch_weights(nn.Linear(2, 2), tmp_path / "a.pt", strict=False)
 
 
-class Payload:
-    """What runs code when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
 @pytest.mark.parametrize("write", ["pickle", "torch", "parts"])
 def test_code_in_a_file_is_not_run(write, tmp_path):
     """A pickle that would make a file is refused, and has made none."""
     path, mark = tmp_path / "a.pt", tmp_path / "made"
-    held = OrderedDict(weight=torch.ones(2, 2), bias=Payload(mark))
+    held = OrderedDict(weight=torch.ones(2, 2), bias=Bomb(mark))
     if write == "pickle":
         path.write_bytes(pickle.dumps(held, protocol=2))
     else:
@@ -839,26 +830,17 @@ def test_what_another_function_reads_is_sent_there(tmp_path):
 
     af.save(create(), tmp_path / "saved")
     af.export_model(create(), tmp_path / "exported")
-    single = tmp_path / "exported/model.safetensors"
     parted = parts(nn.Linear(2, 2), tmp_path / "parts", "bin")
     for name in ("a.bin", "a.pt"):
         torch.save(nn.Linear(2, 2).state_dict(), tmp_path / name)
-    reader = {
-        tmp_path / "saved": load,
-        tmp_path / "exported": safe,
-        single: safe,
-        parted.parent: by_torch,
-        parted: by_torch,
-        tmp_path / "a.bin": by_torch,
-        tmp_path / "a.pt": by_torch,
+    reads = {
+        load: (r"af\.load\(state, ", ["saved"]),
+        safe: (r"af\.import_model\(m", ["exported", "exported/model.safetensors"]),
+        by_torch: (r"af\.import_torch_w", ["parts", parted, "a.bin", "a.pt"]),
     }
-    named = {
-        load: r"af\.load\(state, ",
-        safe: r"af\.import_model\(model, ",
-        by_torch: r"af\.import_torch_weights\(model, ",
-    }
-    for path, right in reader.items():
-        right(path)
-        for wrong in named.keys() - {right}:
-            with pytest.raises(CheckpointError, match=named[right]):
-                wrong(path)
+    for right, (words, names) in reads.items():
+        for path in (tmp_path / name for name in names):
+            right(path)
+            for wrong in reads.keys() - {right}:
+                with pytest.raises(CheckpointError, match=words):
+                    wrong(path)

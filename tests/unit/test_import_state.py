@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`import_state`: what is refused, and in which words; what is told of what it did."""
 
-import os
 import pickle
 import re
 import tempfile
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import accelfn as af
 from accelfn.errors import CheckpointError
 from accelfn.testing import simulate
+from tests.checkpoints import Bomb
 from tests.internals import local
 from tests.states import linear_state, values
 from tests.zero_folders import Training, write_zero
@@ -69,10 +69,13 @@ def create(make=ADAMW, net=Net, **options):
     return af.TrainState.create(model=net, optimizer=make, **options)
 
 
-def accelerate(folder, model, optimizer):
-    """Write what Accelerate's `save_state` writes of both."""
-    torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+def accelerate(folder, model, optimizer, change=dict):
+    """Write what `save_state` writes of both, with a change of what the optimizer's says."""
+    held = optimizer.state_dict()
+    change(held)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    torch.save(held, folder / "optimizer.bin")
+    return model
 
 
 def refused(folder, state=None, **options):
@@ -110,11 +113,9 @@ def test_a_directory_of_sharded_folders_is_accelerate_s(tmp_path):
     """What Accelerate has FSDP save is in two folders, of a model and an optimizer."""
     model, optimizer = trained()
     weights, kept = get_state_dict(model, optimizer)
-    for name, held in (
-        ("pytorch_model_fsdp_0", {"model": weights}),
-        ("optimizer_0", {"optimizer": kept}),
-    ):
-        dcp.save(held, checkpoint_id=tmp_path / name, no_dist=True)
+    save = partial(dcp.save, no_dist=True)
+    save({"model": weights}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0")
+    save({"optimizer": kept}, checkpoint_id=tmp_path / "optimizer_0")
     report = af.import_state(create(), tmp_path)
     assert report.missing == ()
     assert torch.equal(report.state.params["first.weight"], model.first.weight)
@@ -136,16 +137,6 @@ def test_a_count_of_updates_is_a_whole_number(tmp_path, step, found):
     report = af.import_state(create(), folder)
     assert report.state.step == found
     assert ("step" in report.unexpected) == (found != 7)
-
-
-def of_accelerate(folder, change=dict):
-    """Write what `save_state` writes, with a change of what is said of the optimizer."""
-    model, optimizer = trained()
-    held = optimizer.state_dict()
-    change(held)
-    save_file(model.state_dict(), folder / "model.safetensors")
-    torch.save(held, folder / "optimizer.bin")
-    return model
 
 
 def named(*names):
@@ -172,7 +163,7 @@ WRONG = [
 @pytest.mark.parametrize(("change", "said"), WRONG)
 def test_an_optimizer_of_positions_that_do_not_fit_is_refused(tmp_path, change, said):
     """Names or parameters too few or too many, and what is no optimizer's: the file is named."""
-    of_accelerate(tmp_path, change)
+    accelerate(tmp_path, *trained(), change)
     text = refused(tmp_path)
     assert said in text
     assert str(tmp_path) in text
@@ -180,7 +171,7 @@ def test_an_optimizer_of_positions_that_do_not_fit_is_refused(tmp_path, change, 
 
 def test_weights_of_no_parameter_are_told_and_left(tmp_path):
     """Of what Accelerate wrote of a larger model, a loose import takes what the state has."""
-    model = of_accelerate(tmp_path)
+    model = accelerate(tmp_path, *trained())
     held = {**model.state_dict(), "head.weight": torch.ones(9)}
     save_file(held, tmp_path / "model.safetensors")
     assert "unexpected head.weight" in refused(tmp_path)
@@ -193,14 +184,11 @@ def test_weights_of_no_parameter_are_told_and_left(tmp_path):
 
 def test_a_layer_that_was_thawed_later_counts_fewer_updates(tmp_path):
     """`step` is the largest count of updates, and a warning has both numbers."""
-    of_accelerate(
-        tmp_path, lambda held: held["state"][0].update(step=torch.tensor(5.0))
-    )
-    with pytest.warns(
-        af.errors.AccelfnWarning, match=r"from 1 to 5 updates.*largest number, 5"
-    ):
-        state = af.import_state(create(), tmp_path).state
-    assert state.step == 5
+    more = {"step": torch.tensor(5.0)}
+    accelerate(tmp_path, *trained(), lambda held: held["state"][0].update(more))
+    words = "from 1 to 5 updates.*largest number, 5"
+    with pytest.warns(af.errors.AccelfnWarning, match=words):
+        assert af.import_state(create(), tmp_path).state.step == 5
 
 
 def test_weights_alone_are_said_to_be(tmp_path):
@@ -216,11 +204,9 @@ def test_weights_alone_are_said_to_be(tmp_path):
 def test_an_optimizer_of_another_kind_is_refused(tmp_path):
     """Before a step would fail on what it kept, or begin it again."""
     _, folder = saved(tmp_path)
-    for make, said in (
-        (partial(torch.optim.SGD, lr=0.1, momentum=0.5), "SGD, has momentum_buffer"),
-        (partial(torch.optim.AdamW, lr=0.1, amsgrad=True), "max_exp_avg_sq"),
-    ):
-        assert said in refused(folder, create(make))
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+    assert "SGD, has momentum_buffer" in refused(folder, create(sgd))
+    assert "max_exp_avg_sq" in refused(folder, create(partial(ADAMW, amsgrad=True)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -328,20 +314,12 @@ def test_what_else_lies_there_is_named(tmp_path):
         af.load(create(), folder)
 
 
-class Bomb:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
 def test_nothing_that_is_read_runs(tmp_path):
     """Code in the metadata, or in a file, is refused by its name."""
     bomb = Bomb(tmp_path / "ran")
     folder = edited(tmp_path, lambda records: setattr(records, "planner_data", bomb))
     assert "posix.mkdir" in refused(folder)
-    of_accelerate(tmp_path, lambda held: held.update(more=bomb))
+    accelerate(tmp_path, *trained(), lambda held: held.update(more=bomb))
     assert "run code" in refused(tmp_path)
     assert not (tmp_path / "ran").exists()
 
