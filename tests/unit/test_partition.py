@@ -44,15 +44,11 @@ def test_groups_are_numbered_through_the_parts():
 
     for where, still in ((0, "weight"), (1, "bias")):
         state = create(PARTED, setup=Stops(where))
-        assert state.lrs == tuple(
-            0.0 if i == where else rate for i, rate in enumerate((0.02, 0.1))
-        )
+        assert state.lrs == ((0.0, 0.1), (0.02, 0.0))[where]
         before = {name: param.clone() for name, param in state.params.items()}
         after = STEP(state, X)[0].params
-        assert [n for n in before if torch.equal(before[n], after[n])] == [
-            f"0.{still}",
-            f"2.{still}",
-        ]
+        same = [n for n in before if torch.equal(before[n], after[n])]
+        assert same == [f"0.{still}", f"2.{still}"]
 
 
 def test_a_hyperparameter_that_one_part_lacks():
@@ -106,16 +102,13 @@ def test_a_checkpoint_of_other_parts_is_refused(tmp_path):
 
 def test_parts_of_parts():
     """A part may be divided again."""
-    inner = af.combine_optimizers(
-        (lambda name, _: name == "0.bias", ADAMW), (..., ADAMW)
-    )
+    is_bias = lambda name, _: name == "0.bias"  # noqa: E731
+    inner = af.combine_optimizers((is_bias, ADAMW), (..., ADAMW))
     state = create(af.combine_optimizers((is_matrix, MUON), (..., inner)))
     assert len(parts_of(state.definition.optimizer)) == 3
-    for _ in range(3):
-        state, _ = STEP(state.copy(), X)
     plain = create(PARTED)
     for _ in range(3):
-        plain, _ = STEP(plain, X)
+        state, plain = STEP(state, X)[0], STEP(plain, X)[0]
     assert all(torch.equal(state.params[n], plain.params[n]) for n in plain.params)
 
 
@@ -125,13 +118,12 @@ def test_fused_parts_divide_by_the_weight(whole):
     adamw = partial(ADAMW, fused=True)
     other = partial(optim.SGD, lr=0.1, fused=True) if whole else MUON
     optimizer = af.combine_optimizers((is_matrix, other), (..., adamw))
-    loss = lambda model, x: af.Loss(  # noqa: E731
-        model(x).square().sum(), torch.tensor(8.0)
-    )
+
+    def loss(model, x):
+        return af.Loss(model(x).square().sum(), torch.tensor(8.0))
+
     summed, mean = create(optimizer), create(optimizer)
-    made = af.combine_optimizers((is_matrix, other), (..., adamw))(
-        list(net().named_parameters())
-    )
+    made = optimizer(list(net().named_parameters()))
     assert made._step_supports_amp_scaling is whole
     for i in range(3):
         summed, _ = af.make_step(loss)(summed, X + i)
@@ -244,24 +236,19 @@ def test_its_printing_names_functions():
 # What is refused.
 
 
-@pytest.mark.parametrize(
-    ("parts", "why"),
-    [
-        ((), "pairs, such as"),
-        ((ADAMW,), "pair 0 .*pair"),
-        (((is_matrix, ADAMW, 3),), "pair 0 .*pair"),
-        (
-            ((..., ADAMW), (is_matrix, MUON)),
-            "pair 0 .*which only the last pair can have",
-        ),
-        ((("weight", ADAMW),), "pair 0 has 'weight'.*function of"),
-        (((is_matrix, 3),), "pair 0 has 3.*factory"),
-        (
-            ((..., ADAMW(list(net().named_parameters()))),),
-            "pair 0 has an optimizer, AdamW.*factory",
-        ),
-    ],
-)
+MADE = ADAMW(list(net().named_parameters()))
+NO_PARTS = [
+    ((), "pairs, such as"),
+    ((ADAMW,), "pair 0 .*pair"),
+    (((is_matrix, ADAMW, 3),), "pair 0 .*pair"),
+    (((..., ADAMW), (is_matrix, MUON)), "pair 0 .*which only the last pair can have"),
+    ((("weight", ADAMW),), "pair 0 has 'weight'.*function of"),
+    (((is_matrix, 3),), "pair 0 has 3.*factory"),
+    (((..., MADE),), "pair 0 has an optimizer, AdamW.*factory"),
+]
+
+
+@pytest.mark.parametrize(("parts", "why"), NO_PARTS, ids=range(len(NO_PARTS)))
 def test_no_parts(parts, why):
     """What is no pair of a predicate and a factory is refused when it is written."""
     with pytest.raises(af.errors.ArgumentError, match=why):
@@ -276,22 +263,19 @@ def some(named):
     return optim.SGD(named[:1], lr=0.1)
 
 
-@pytest.mark.parametrize(
-    ("parts", "why"),
-    [
-        (
-            ((is_matrix, MUON),),
-            r"parameters belong to no pair.*0\.bias, 2\.bias.*factory",
-        ),
-        (((..., MUON),), "2D"),
-        (((lambda *_: True, ADAMW), (..., ADAMW)), r"pair 1 gets none .*0\.weight"),
-        (((lambda *_: None, ADAMW), (..., ADAMW)), "pair 0 gets none"),
-        (((..., lambda _: None),), "pair 0 returned NoneType"),
-        (((is_matrix, MUON), (..., others)), r"pair 1 returned .*lacks .*has 4 others"),
-        (((is_matrix, some), (..., ADAMW)), r"pair 0 returned .*lacks 2\.weight"),
-        (((..., lambda named: optim.LBFGS([p for _, p in named])),), "LBFGS .*closure"),
-    ],
-)
+UNFIT = [
+    (((is_matrix, MUON),), r"belong to no pair.*0\.bias, 2\.bias.*factory"),
+    (((..., MUON),), "2D"),
+    (((lambda *_: True, ADAMW), (..., ADAMW)), r"pair 1 gets none .*0\.weight"),
+    (((lambda *_: None, ADAMW), (..., ADAMW)), "pair 0 gets none"),
+    (((..., lambda _: None),), "pair 0 returned NoneType"),
+    (((is_matrix, MUON), (..., others)), r"pair 1 returned .*lacks .*has 4 others"),
+    (((is_matrix, some), (..., ADAMW)), r"pair 0 returned .*lacks 2\.weight"),
+    (((..., lambda named: optim.LBFGS([p for _, p in named])),), "LBFGS .*closure"),
+]
+
+
+@pytest.mark.parametrize(("parts", "why"), UNFIT, ids=range(len(UNFIT)))
 def test_parts_that_do_not_fit_the_model(parts, why):
     """Parameters without a part, and parts without theirs, are named at `create`."""
     with pytest.raises((af.errors.OptimizerError, ValueError), match=why):

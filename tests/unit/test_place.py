@@ -65,18 +65,15 @@ def test_slurm_is_told_where_to_meet():
         assert (place.address, place.port) == where
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
+def test_first_machine_of_a_list():
+    """Names with ranges are read as SLURM writes them."""
+    for nodes, first in (
         ("node1", "node1"),
         ("a-1.b,c", "a-1.b"),
         ("rack[0-1]node[02-03],x", "rack0node02"),
         ("n[5,7-9]-ib,m[1-2]", "n5-ib"),
-    ],
-)
-def test_first_machine_of_a_list(nodes, first):
-    """Names with ranges are read as SLURM writes them."""
-    assert read_place({**SLURM, "SLURM_STEP_NODELIST": nodes}).address == first
+    ):
+        assert read_place({**SLURM, "SLURM_STEP_NODELIST": nodes}).address == first
 
 
 AGENTS = "TORCHELASTIC_USE_AGENT_STORE"
@@ -93,27 +90,15 @@ SAGEMAKER = {
     "SM_CURRENT_HOST": "algo-2",
     "SM_NUM_GPUS": "2",
 }
-INDEXED_JOB = {
-    "JOB_COMPLETION_INDEX": "2",
-    "RANK": "2",
-    "WORLD_SIZE": "3",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "1",
-    **MASTER,
-}
-UNEVEN = {"OMPI_COMM_WORLD_LOCAL_RANK": "2", "GROUP_RANK": "1"}
+ALONE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "JOB_COMPLETION_INDEX": "2"}
+INDEXED_JOB = {"RANK": "2", "WORLD_SIZE": "3", **ALONE, **MASTER}
+TORCHRUN_JOB = {**PYTORCH_JOB, **RAY, "GROUP_RANK": "1"}
 CLUSTERS = {
     "by hand": (TORCHRUN, (1, 2, 1, 2, 0)),
     "MVAPICH": ({**MVAPICH, **MASTER}, (5, 8, 1, 4, 1)),
     "PyTorchJob, python": (PYTORCH_JOB, (2, 3, 0, 1, 2)),
-    "PyTorchJob, torchrun": (
-        {**PYTORCH_JOB, **RAY, "GROUP_RANK": "1"},
-        (3, 4, 1, 2, 1),
-    ),
+    "PyTorchJob, torchrun": (TORCHRUN_JOB, (3, 4, 1, 2, 1)),
     "Indexed Job": (INDEXED_JOB, (2, 3, 0, 1, 2)),
-    "MPIJob": ({**OPEN_MPI, **MASTER}, (5, 8, 1, 4, 1)),
-    "uneven machines": ({**OPEN_MPI, **MASTER, **UNEVEN}, (5, 8, 2, 4, 1)),
-    "Ray Train": (RAY, (3, 4, 1, 2, 1)),
     "SageMaker": (SAGEMAKER, (3, 4, 1, 2, 1)),
 }
 
@@ -128,16 +113,10 @@ def test_a_rank_of_a_cluster(system):
     assert asked_size(env)[1] == where[1]
 
 
-@pytest.mark.parametrize(
-    "pods",
-    [
-        PODS,
-        {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "4"},
-        {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto"},
-    ],
-)
-def test_pods_that_were_to_run_torchrun(pods):
+@pytest.mark.parametrize(("nodes", "each"), [("3", "1"), ("1", "4"), ("2", "auto")])
+def test_pods_that_were_to_run_torchrun(nodes, each):
     """A pod of a TrainJob that runs Python by itself does not train alone in silence."""
+    pods = {"PET_NNODES": nodes, "PET_NPROC_PER_NODE": each}
     with pytest.raises(WorldError, match=r"PET_N.* did not start.*`torchrun"):
         read_place(pods)
     assert asked_size(pods)[1] == 1  # World.single() may
@@ -165,20 +144,17 @@ def test_ranks_that_do_not_fill_their_machines_are_told_apart():
     assert read_place({**env, "NODE_RANK": "1"}).node_rank == 1
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        {"SLURM_PROCID": "0"},
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
-        {**SHELL, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
-        {
-            **{name: "0" for name in SLURM if name.endswith(("ID", "_STEP_ID"))},
-            **{name: "1" for name in SLURM if "TASKS" in name},
-        },
-        {**PMI, "PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"}
-        | {"MPI_LOCALNRANKS": "1"},
-    ],
-)
+IDS = {name: "0" for name in SLURM if name.endswith("ID")}
+ONE_RANK = {
+    "a script": {"SLURM_PROCID": "0"},
+    "a script of one task": {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+    "a step": {**SHELL, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+    "all of SLURM": {**IDS, **{name: "1" for name in SLURM if "TASKS" in name}},
+    "MPICH": dict(zip(PMI, ("0", "1", "0", "1"), strict=True)),
+}
+
+
+@pytest.mark.parametrize("env", ONE_RANK.values(), ids=ONE_RANK)
 def test_one_rank_meets_nobody(env):
     """A task alone, or the body of a batch script, is a world of 1 without a group."""
     place = read_place(env)
@@ -207,9 +183,8 @@ STEP = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"}
 @pytest.mark.parametrize("env", [SHELL, SCRIPT, {**SCRIPT, **STEP}])
 def test_several_tasks_that_srun_did_not_start(env, change, words):
     """Where an allocation has several, neither its script nor its shell trains alone."""
-    with pytest.raises(
-        WorldError, match=f"{words} srun did not start.*srun.*accelfn laun"
-    ):
+    words = f"{words} srun did not start.*srun.*accelfn laun"
+    with pytest.raises(WorldError, match=words):
         read_place({**env, **change})
     assert asked_size({**env, **change})[1] == 1  # World.single() may
 
@@ -250,9 +225,8 @@ def test_mpi_on_one_machine():
     env["OMPI_COMM_WORLD_LOCAL_SIZE"] = "8"
     place = read_place({**env, "MASTER_PORT": "5"})
     assert (place.address, place.port) == ("127.0.0.1", 5)
-    places = [
-        read_place({**env, "PMIX_NAMESPACE": f"prterun-vm-{n}@1"}) for n in (1, 2)
-    ]
+    names = "prterun-vm-1@1", "prterun-vm-2@1"
+    places = [read_place({**env, "PMIX_NAMESPACE": name}) for name in names]
     assert {place.address for place in places} == {"127.0.0.1"}
     assert all(10_000 <= place.port < 30_000 for place in places)
     assert places[0].port != places[1].port
@@ -268,10 +242,7 @@ def test_mpi_on_one_machine():
         ({"OMPI_COMM_WORLD_RANK": "0"}, "are not consecutive"),
         ({"OMPI_COMM_WORLD_RANK": "two"}, "OMPI_COMM_WORLD_RANK is 'two'"),
         ({"OMPI_COMM_WORLD_LOCAL_RANK": "4"}, "contradict"),
-        (
-            {"OMPI_COMM_WORLD_LOCAL_RANK": "2"},
-            "are not consecutive.*map-by slot.*GROUP_RANK",
-        ),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "consecutive.*map-by slot.*GROUP_RANK"),
         ({"OMPI_COMM_WORLD_SIZE": "7"}, "different numbers of ranks.*GROUP_RANK"),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "0"}, "contradict"),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "9"}, "contradict"),
