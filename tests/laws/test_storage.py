@@ -22,6 +22,7 @@ from tests.internals import codec
 from tests.laws.disks import lent
 from tests.laws.test_collectives import LAYOUTS, laid_out
 from tests.laws.worlds import Found
+from tests.states import bits
 from tests.strategies import Run, differences, runs, tensors
 
 DTYPES = [
@@ -74,18 +75,12 @@ def same(one: Any, two: Any) -> bool:
     if type(one) is not type(two):
         return False
     if isinstance(one, torch.Tensor):
-        alike = one.dtype == two.dtype and one.shape == two.shape
-        return alike and bits(one) == bits(two)
+        return bits(one) == bits(two)
     if isinstance(one, dict):
         return list(one) == list(two) and all(same(one[key], two[key]) for key in one)
     if isinstance(one, (list, tuple)):
         return len(one) == len(two) and all(map(same, one, two))
     return bool(one == two)
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
-    return bytes(flat.view(torch.uint8).tolist())
 
 
 @given(tree=trees, shared=any_bits())

@@ -248,20 +248,6 @@ def test_what_is_saved_is_what_was_given(steps, async_, keep, big):
             assert differences(given_[step], tensors(loaded)) == []
 
 
-@given(async_=st.booleans(), verify=st.booleans())
-def test_what_was_loaded_outlives_its_checkpoint(async_: bool, verify: bool) -> None:
-    """Loaded tensors keep their values when their files are removed, and others written."""
-    with lent() as root, af.CheckpointStore(root, keep=1, async_=async_) as store:
-        store.save(state_of(1))
-        store.wait()
-        loaded = af.load(base(), store.latest, verify=verify)
-        for step in (2, 3):
-            store.save(state_of(step))
-        store.wait()
-        assert store.steps == (3,)
-        assert differences(tensors(state_of(1)), tensors(loaded)) == []
-
-
 @given(at=st.integers(0, 40), async_=st.booleans())
 def test_an_interrupted_save_can_be_made_again(at: int, async_: bool) -> None:
     """Ctrl-C at any act of a save harms neither what is there nor the state."""
