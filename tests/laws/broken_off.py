@@ -20,7 +20,7 @@ import tempfile
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType
@@ -40,18 +40,18 @@ from tests.waiting import wait_until
 OWN = f"{Path(af.__file__).parent}{os.sep}"
 TESTS = f"{Path(__file__).parents[1]}{os.sep}"
 RAISES = {
+    *("torch", "numpy", "safetensors", "os", "posix", "io", "_io", "shutil"),
     *(
-        "torch",
-        "numpy",
-        "safetensors",
-        "os",
-        "posix",
-        "io",
-        "_io",
-        "shutil",
         "tempfile",
+        "pathlib",
+        "json",
+        "_json",
+        "fcntl",
+        "mmap",
+        "signal",
+        "_signal",
+        "socket",
     ),
-    *("pathlib", "json", "_json", "fcntl", "mmap", "signal", "_signal", "socket"),
     *("_socket", "threading", "subprocess", "multiprocessing", "concurrent", "blake3"),
 }
 """Packages whose functions may raise, of torch's kin and of the system."""
@@ -123,22 +123,11 @@ def is_resumed(frame: FrameType) -> bool:
 
 def puts_back(frame: FrameType | None) -> bool:
     """Whether a call belongs to what is put back at the end of something."""
-    return _is_below(
-        frame,
-        lambda frame: (
-            frame.f_code.co_name in PUT_BACK
-            or frame.f_code.co_filename.endswith("weakref.py")
-            or (
-                is_own(frame.f_code)
-                and frame.f_lineno in cleaning(frame.f_code.co_filename)
-            )
-        ),
-    )
-
-
-def _is_below(frame: FrameType | None, is_it: Callable[[FrameType], bool]) -> bool:
     while frame is not None and not frame.f_code.co_filename.startswith(TESTS):
-        if is_it(frame):
+        code = frame.f_code
+        if code.co_name in PUT_BACK or code.co_filename.endswith("weakref.py"):
+            return True
+        if is_own(code) and frame.f_lineno in cleaning(code.co_filename):
             return True
         frame = frame.f_back
     return False
@@ -213,10 +202,9 @@ def inside(value: Any) -> Any:
 
 def is_told(raised: BaseException, error: BaseException | None) -> bool:
     """Whether an error comes of another; what trackers say of theirs is a warning in words."""
-    in_words = isinstance(error, af.errors.TrackingWarning) and str(raised) in str(
-        error
-    )
-    return in_words or raised in causes(error)
+    if isinstance(error, af.errors.TrackingWarning) and str(raised) in str(error):
+        return True
+    return raised in causes(error)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -238,12 +226,8 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 PATCHED = (
     *(torch, nn, nn.Module, nn.Parameter, torch.Tensor, torch.optim.Optimizer),
     *(torch.autograd, torch.random, torch.utils.data, torch.nn.functional, dist),
-    *(
-        nn.modules.module,
-        sys.modules["torch.optim.optimizer"],
-        dist.distributed_c10d,
-        dist.group,
-    ),
+    *(nn.modules.module, sys.modules["torch.optim.optimizer"]),
+    *(dist.distributed_c10d, dist.group),
     *(os, signal, threading, tempfile, random, np.random),
 )
 """What a program could change the attributes of."""

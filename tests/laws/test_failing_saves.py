@@ -221,11 +221,8 @@ def test_what_cannot_be_removed_keeps_nothing_else(stuck: set[int], keep: int) -
                 saved.save(state_of(step))
             newest = {*range(7 - keep, 7)}
             assert saved.steps == tuple(sorted({*stuck, *newest}))
-        for step in stuck:
-            assert (
-                f"step-{step:08d} could not be removed; the next save tries again"
-                in (said.getvalue())
-            )
+        words = "could not be removed; the next save tries again"
+        assert all(f"step-{step:08d} {words}" in said.getvalue() for step in stuck)
         saved.save(state_of(7))
         assert saved.steps == tuple(range(8 - keep, 8))
 
@@ -298,11 +295,9 @@ def test_runs_that_are_killed_leave_no_more_than_is_kept(
         saved.close()
         if rotten:
             assert saved.steps == tuple(range(1, runs + 1))
-            words = (
-                "no old checkpoint was removed",
-                f"because {newest} is damaged: {newest}",
-            )
-            assert all(each in said.getvalue() for each in words) == (runs > kept)
+            told, why = said.getvalue(), f"because {newest} is damaged: {newest}"
+            is_told = "no old checkpoint was removed" in told and why in told
+            assert is_told == (runs > kept)
         else:
             first = {1} if best else set[int]()
             assert saved.steps == tuple(sorted({*range(1, runs + 1)[-keep:], *first}))
@@ -316,11 +311,8 @@ def leaves_a_block(frame: FrameType, entered: set[int]) -> bool:
     process would ever start again.
     """
     line = frame.f_lineno
-    if (
-        not linecache.getline(frame.f_code.co_filename, line)
-        .lstrip()
-        .startswith("with ")
-    ):
+    text = linecache.getline(frame.f_code.co_filename, line)
+    if not text.lstrip().startswith("with "):
         return False
     leaves = line in entered
     entered.add(line)
@@ -361,13 +353,10 @@ class InterruptedAt:
 
 
 def lines_of_a_save() -> int:
-    with (
-        lent() as root,
-        af.CheckpointStore(root) as saved,
-        InterruptedAt(None) as lines,
-    ):
-        saved.save(state_of(1))
-    return lines.count
+    with lent() as root, af.CheckpointStore(root) as saved:
+        with InterruptedAt(None) as lines:
+            saved.save(state_of(1))
+        return lines.count
 
 
 @given(part=st.floats(0, 1, exclude_max=True))

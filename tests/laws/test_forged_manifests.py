@@ -111,11 +111,8 @@ def changed(draw: random.Random, plain: Any) -> tuple[Any, ...]:
 
 def changed_in_trees(draw: random.Random, plain: Any) -> tuple[Any, ...]:
     """Change a tree so that it is still one: other tensors, kinds, numbers, entries."""
-    inside = [
-        p
-        for p in nodes(plain)
-        if p[0] == "trees" and isinstance(node_at(plain, p), dict)
-    ]
+    of_trees = (path for path in nodes(plain) if path[0] == "trees")
+    inside = [path for path in of_trees if isinstance(node_at(plain, path), dict)]
     path = draw.choice([p for p in inside if len(p) > 2 or node_at(plain, p)])
     parent, key = node_at(plain, path[:-1]), path[-1]
     ((kind, value), *_) = parent[key].items() or [("", None)]

@@ -2,7 +2,6 @@
 """A rank that has parts of a model reads these parts of what others saved, and no more."""
 
 import tempfile
-import warnings
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -19,22 +17,17 @@ import accelfn as af
 from accelfn.testing import simulate
 from tests.internals import local
 from tests.laws.bytes_read import bytes_read
+from tests.laws.test_import_state import save
 
 WIDE, NARROW = 2048, 16
 SLACK = 50_000
 """Bytes: headers, metadata and small tensors."""
+SPLIT = af.tensor_parallel({"up": "column", "down": "row"})
 LAYOUTS: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
     "fsdp of 2": ((af.shard_data(), af.wrap_fsdp()), {"dp_shard": 2}),
     "fsdp of 3": ((af.shard_data(), af.wrap_fsdp()), {"dp_shard": 3}),
-    "layers": ((af.tensor_parallel({"up": "column", "down": "row"}),), {"tp": 2}),
-    "both": (
-        (
-            af.shard_data(),
-            af.tensor_parallel({"up": "column", "down": "row"}),
-            af.wrap_fsdp(),
-        ),
-        {"dp_shard": 2, "tp": 2},
-    ),
+    "layers": ((SPLIT,), {"tp": 2}),
+    "both": ((af.shard_data(), SPLIT, af.wrap_fsdp()), {"dp_shard": 2, "tp": 2}),
 }
 
 
@@ -58,9 +51,7 @@ def write(model: nn.Module, folder: str, kind: str) -> None:
     if kind == "safetensors":
         safetensors.torch.save_file(held, Path(folder) / "model.safetensors")
         return
-    with warnings.catch_warnings():  # torch says that it is told of no ranks
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.save({"model": held}, checkpoint_id=folder, no_dist=True)
+    save({"model": held}, folder)
 
 
 def imported(world, *, folder, setup) -> tuple[dict[str, torch.Tensor], int, int]:
@@ -118,9 +109,8 @@ def test_however_it_lay_it_comes_as_it_was(seed, lying, layout):
     torch.manual_seed(seed)
     small = partial(Net, 4, 6, (2, 3))
     model, (setup, axes) = small(), LAYOUTS[layout] if layout else ((), {})
-    held = {
-        n: lie(p.detach()) for (n, p), lie in zip(_named(model), lying, strict=True)
-    }
+    laid = zip(model.named_parameters(), lying, strict=True)
+    held = {name: lie(param.detach()) for (name, param), lie in laid}
 
     def read(world: af.World) -> dict[str, torch.Tensor]:
         state = af.TrainState.create(
@@ -128,12 +118,7 @@ def test_however_it_lay_it_comes_as_it_was(seed, lying, layout):
         )
         return af.full_params(af.import_state(state, folder).state, at="eval")
 
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.save({"model": held}, checkpoint_id=folder, no_dist=True)
+    with tempfile.TemporaryDirectory() as folder:
+        save({"model": held}, folder)
         for found in simulate(prod(axes.values()), read, axes=axes):
-            assert all(torch.equal(found[n], p) for n, p in _named(model))
-
-
-def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(model.named_parameters())
+            assert all(torch.equal(found[n], p) for n, p in model.named_parameters())
