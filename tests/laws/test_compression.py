@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -140,6 +140,7 @@ def test_bytes_go_down_and_only_the_last_micro_batch_sends(run, size, parts):
     rank=st.integers(1, 6),
     rate=st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0]),
 )
+@example(shape=(2, 12), rank=6, rate=0.5)
 def test_a_matrix_is_sent_as_factors_where_that_pays(shape, rank, rate):
     """Of a rank that it can have, and if they are fewer numbers by the rate that was asked."""
     rows, columns = shape
@@ -406,7 +407,27 @@ def setups(draw: st.DrawFn) -> Setup:
     )
 
 
+UNWEIGHED = Setup(
+    sizes=(2, 2),
+    beside=("nothing", "nothing"),
+    start=0,
+    rank=1,
+    bucket=25.0,
+    broken=None,
+    n=9,
+    batch_size=2,
+    seed=0,
+    updates=5,
+    cut=0,
+    frozen=range(0),
+)
+"""In one of the updates, all samples have the weight 0."""
+
+
 @given(setup=setups())
+@example(setup=UNWEIGHED)
+@example(setup=attrs.evolve(UNWEIGHED, beside=("fp16", "fp16")))
+@example(setup=attrs.evolve(UNWEIGHED, sizes=(3, 2), cut=2))
 def test_nothing_that_is_left_out_is_lost(setup):
     """After each update the gradients of all so far are what moved the parameters and is left."""
     with tempfile.TemporaryDirectory() as folder:

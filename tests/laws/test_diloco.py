@@ -81,6 +81,14 @@ def test_it_is_what_the_papers_say(moves, chosen, outer):
     outer=OUTER,
     cut=st.integers(0, 8),
 )
+@example(
+    moves=Moves([[[0] * 4]] * 6 + [[[0, 0, 0, 1]]] + [[[0] * 4]], [[1]] * 8, size=1),
+    first={"sync_every": 1, "fragments": 1, "delay": 0, "mix": 0.0},
+    then={"sync_every": 1, "fragments": 1, "delay": 0, "mix": 0.0},
+    bits=(32, 16),
+    outer={"lr": 0.5, "momentum": 0.5},
+    cut=7,
+)
 def test_other_options_go_on_from_the_anchor(moves, first, then, bits, outer, cut):
     """After finalize a run has other options, the same anchor and the same outer momentum.
 

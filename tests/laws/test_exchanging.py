@@ -118,6 +118,7 @@ plans = st.builds(
 
 
 @given(plan=plans)
+@example(plan=Plan((2, 2), 0, 2, 1, 0, 0, False))  # noqa: FBT003 - as `plans` builds it
 def test_a_period_begins_where_it_was_put_on(plan: Plan) -> None:
     """From then on, through cuts, other numbers of ranks and new engines, ranks are averaged."""
     rows, local = rows_of(plan.seed), af.local_sgd(sync_every=plan.every)

@@ -6,7 +6,7 @@ from itertools import groupby
 
 import attrs
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -134,6 +134,19 @@ class Meetings:
         return {n: sum(w * self.x[r][n] for w, r in each) / sum(weights) for n in NAMES}
 
 
+STILL = [[0] * 4] * 4
+
+
+@example(
+    moves=Moves(
+        [*[STILL] * 6, [[0] * 4, [0, 0, 0, 1], [0] * 4, [0] * 4], STILL],
+        [*[[0] * 4] * 5, [1, 0, 0, 0], [0, 1, 0, 0], [0] * 4],
+        size=1,
+    ),
+    every=4,
+    near={1: 2, 2: 4},
+    comes=0,
+)
 @given(
     moves=moves(ranks=st.sampled_from([4, 4, 6])),
     every=st.sampled_from([4, 4, 8]),

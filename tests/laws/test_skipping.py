@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -153,6 +153,13 @@ class Notes:
     size=st.integers(1, 3),
     seed=SEEDS,
 )
+@example(
+    fault=Fault(math.nan, 0, 0, 0, frozenset({1})),
+    skipping=SKIP,
+    reducing=APART,
+    size=2,
+    seed=0,
+)
 def test_one_bad_element_on_one_rank_skips_that_update_on_all(
     fault, skipping, reducing, size, seed
 ):
@@ -223,6 +230,7 @@ def test_any_wish_of_any_rank_skips_once(size, wishes, reducing):
     place=st.integers(0, 1000),
     spoil=st.booleans(),
 )
+@example(math.nan, [(3,)], torch.complex64, place=1, spoil=True)
 def test_what_is_not_finite_is_found(value, shapes, dtype, place, spoil):
     """Any element of any tensor is seen, the largest finite one is not, and all stay as is."""
     fixed = [torch.full(shape, -0.0).to(dtype) for shape in shapes]

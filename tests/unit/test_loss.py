@@ -294,6 +294,21 @@ def test_metrics_are_a_mapping():
         metrics["los"]
 
 
+def test_what_is_reported_keeps_no_graph():
+    """No metric, of whichever weight, has a gradient: added up over a run they are numbers."""
+
+    def loss(model, batch):
+        out = model(batch)
+        weight, size = out.abs().sum().detach(), out.square().sum()
+        return af.Loss(out.sum(), weight, size=size, own=(out.sum(), out.std()))
+
+    _, metrics = stepped(loss)
+    for each in metrics.sums.values():
+        parts = (each.amount, each.weight, each.total)
+        assert not any(torch.is_tensor(part) and part.requires_grad for part in parts)
+    assert not any(mean.requires_grad for mean in metrics.values())
+
+
 # Numbers that are odd.
 
 
