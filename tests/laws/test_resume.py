@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
@@ -121,6 +121,14 @@ def test_ranks_resume_bitwise(run, kind, setup, at, size):
             {"gradient_as_bucket_view": False},
         ]
     ),
+)
+@example(
+    run=Run(n=12, batch_size=1, updates=3, optimizer="adamw"),
+    at=1,
+    size=3,
+    sums="ring",
+    bucket=1e-5,
+    options={},
 )
 def test_sums_are_taken_alike_after_a_cut(run, at, size, sums, bucket, options):
     """Where a gradient lies, a backend's order depends on it: in a new process it lies there."""

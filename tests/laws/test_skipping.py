@@ -230,7 +230,7 @@ def test_any_wish_of_any_rank_skips_once(size, wishes, reducing):
     place=st.integers(0, 1000),
     spoil=st.booleans(),
 )
-@example(math.nan, [(3,)], torch.complex64, place=1, spoil=True)
+@example(value=math.nan, shapes=[(3,)], dtype=torch.complex64, place=1, spoil=True)
 def test_what_is_not_finite_is_found(value, shapes, dtype, place, spoil):
     """Any element of any tensor is seen, the largest finite one is not, and all stay as is."""
     fixed = [torch.full(shape, -0.0).to(dtype) for shape in shapes]
