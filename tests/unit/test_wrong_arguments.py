@@ -3,7 +3,6 @@
 
 import math
 import warnings
-from datetime import timedelta
 from functools import partial
 
 import attrs
@@ -238,26 +237,6 @@ def test_a_state_is_made_by_create():
     with pytest.raises(CallError, match=r"Write af\.TrainState\.create\(model=") as e:
         af.TrainState()
     assert "cursor=..." not in str(e.value)
-
-
-METRIC = "expected the name of a metric"
-STORES = [
-    ({"keep_best": 3}, rf"keep_best=3\): {METRIC}"),
-    ({"keep_best": ["loss"]}, rf"keep_best=\['loss'\]\): {METRIC}"),
-    ({"keep_best": "loss", "best_is": "low"}, r"best_is='low'.*\"min\" or \"max\""),
-    ({"keep": 0}, r"keep=0\): expected an integer of at least 1, or None to keep all"),
-    ({"every": timedelta()}, r"every=.*\): expected a number of updates, a timed"),
-    ({"every": timedelta(seconds=-1)}, r"every=.*\): expected a number of updates"),
-    ({"best_is": "max"}, "no effect without keep_best="),
-]
-
-
-@pytest.mark.parametrize(("options", "words"), STORES)
-def test_what_a_store_cannot_follow_is_refused(tmp_path, options, words):
-    """Before its directory is made, with the option and what it was given."""
-    with pytest.raises(ArgumentError, match=words):
-        af.CheckpointStore(tmp_path / "runs", **options)
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_factory_of_a_model_is_none_of_an_optimizer():
