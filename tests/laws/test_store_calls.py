@@ -313,20 +313,27 @@ def test_data_may_differ_in_what_is_allowed(first, differing, allow, other, size
         simulate(size, rank)
 
 
-REFUSED = [
-    ({"keep_best": 3}, r"keep_best=3\): expected the name of a metric"),
-    ({"keep_best": ["loss"]}, r"keep_best=\['loss'\]\): expected the name of a metric"),
-    ({"keep_best": "loss", "best_is": "low"}, r"best_is='low'.*\"min\" or \"max\""),
-    ({"keep": 0}, r"keep=0\): expected an integer of at least 1, or None to keep all"),
-    ({"every": timedelta()}, r"every=.*\): expected a number of updates, a timed"),
-    ({"every": timedelta(seconds=-1)}, r"every=.*\): expected a number of updates"),
-    ({"best_is": "max"}, "no effect without keep_best="),
-]
+REFUSED = {
+    "a number as a metric": (
+        {"keep_best": 3},
+        r"keep_best=3\): expected the name of a",
+    ),
+    "a list of metrics": ({"keep_best": ["loss"]}, r"keep_best=\['loss'\]\): expected"),
+    "another best": (
+        {"keep_best": "loss", "best_is": "low"},
+        r"best_is='low'.*\"min\" or \"max\"",
+    ),
+    "best of no metric": ({"best_is": "max"}, "no effect without keep_best="),
+    "none kept": ({"keep": 0}, r"keep=0\): expected an integer of at least 1, or None"),
+    "no time": ({"every": timedelta()}, r"every=.*\): expected a number of updates"),
+    "time back": ({"every": timedelta(seconds=-1)}, r"every=.*\): expected a number"),
+}
 
 
-@pytest.mark.parametrize(("options", "words"), REFUSED)
-def test_wrong_options_are_refused(tmp_path, options, words):
-    """Before its directory is made, with the option and what it was given."""
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_options_are_refused(tmp_path, name):
+    """Before the directory is made, with the option and its value."""
+    options, words = REFUSED[name]
     with pytest.raises(af.errors.ArgumentError, match=words):
         af.CheckpointStore(tmp_path / "runs", **options)
     assert not (tmp_path / "runs").exists()

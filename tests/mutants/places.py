@@ -74,8 +74,13 @@ def find_place(text: str) -> Place:
     if len(found) == 1:
         return found[0]
     if not found:
-        said = ", ".join(f"{each.module}:{name}" for each in named) or "none elsewhere"
-        msg = f"accelfn has no function {text!r}, but {said}. Was it moved or renamed?"
+        said = (
+            ", ".join(f"{each.module}:{name}" for each in named) or "none of this name"
+        )
+        msg = (
+            f"accelfn has no function {text!r}, but {said}. Write module:name, such as"
+            " averaging:ema.init. Was the function moved or renamed?"
+        )
         raise LookupError(msg)
     said = ", ".join(each.module for each in found)
     msg = (

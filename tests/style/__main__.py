@@ -16,7 +16,9 @@ def find_faults() -> list[str]:
     """Return messages about measures above their bounds, and about invalid commit subjects."""
     most = bounds()
     faults = [
-        f"tests/style/bounds.txt: {name}: {value}, and at most {most[name]} are allowed"
+        f"tests/style/bounds.txt: {name}: {value}, and at most {most[name]} are allowed."
+        " `python -m tests.style.prose FILE` and `python -m tests.style.names FILE` list phrases"
+        " and names. For a feature, write the new number into bounds.txt."
         for name, value in measure_texts().items()
         if value > most[name]
     ]
