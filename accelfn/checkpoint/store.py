@@ -56,7 +56,7 @@ from accelfn.world import World
 
 
 def check_options(
-    keep: object, keep_best: object, best_is: object, every: object, mirror: object
+    *, keep: object, keep_best: object, best_is: object, every: object, mirror: object
 ) -> None:
     """Raise `ArgumentError` for invalid options of a store."""
     is_period = isinstance(every, timedelta) and every > timedelta()
@@ -313,7 +313,9 @@ class CheckpointStore:
         mirror: str | None = None,
     ) -> None:
         """Create the directory, and check that this process can write to it."""
-        check_options(keep, keep_best, best_is, every, mirror)
+        check_options(
+            keep=keep, keep_best=keep_best, best_is=best_is, every=every, mirror=mirror
+        )
         check_frozen(frozen)
         path = as_path("af.CheckpointStore(directory)", directory, "a directory")
         self.directory = path.absolute()

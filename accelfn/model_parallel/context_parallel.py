@@ -183,7 +183,7 @@ class _Sequence:
         """
         num = self._num_pieces
         length = self._length(batch)
-        few = min(-(-_MANY // num) * num, length)
+        few = min(max(_MANY // num, 1) * num, length)
         one = comparison.first_of(batch)
         first = self._of_sequences(lambda t: t.narrow(self._dim, 0, few), one)
         with comparison.preserve_model(model, self._ranks.device) as has_drawn:
