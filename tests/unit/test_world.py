@@ -63,6 +63,8 @@ def test_world_of_one_opens_and_closes_a_group(env):
     """With RANK=0 of WORLD_SIZE=1 a group is opened, and closed by the block."""
     env(RANK=0, WORLD_SIZE=1, **rendezvous())
     with af.World.from_env(device="cpu") as world:
+        with world.split(size=1):
+            pass  # a part is closed with its world
         assert dist.is_initialized()
         assert world.group is dist.group.WORLD
     assert not dist.is_initialized()
