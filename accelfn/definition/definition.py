@@ -335,11 +335,11 @@ def as_data(data: Any) -> Data | None:
 
 def warn_of_batch_size(value: Any, definition: Definition) -> None:
     """Warn if a DataLoader's batch size may be intended for one rank or one micro-batch."""
-    plan, size = definition.plan, getattr(value, "batch_size", None)
-    parts = plan.num_shares * plan.num_micro_batches
-    if not isinstance(value, torch.utils.data.DataLoader) or size is None or parts == 1:
+    if not isinstance(value, torch.utils.data.DataLoader):
         return
-    if definition.world.is_main:
+    plan, size = definition.plan, value.batch_size
+    parts = plan.num_shares * plan.num_micro_batches
+    if size is not None and parts > 1 and definition.world.is_main:
         advise(
             f"TrainState.create(data=DataLoader): accelfn uses the loader's batch size, {size},"
             f" as the number of samples per update, for {plan.num_shares} ranks and"

@@ -227,7 +227,8 @@ class LeanDDP(DistributedDataParallel):
     than an uninterrupted run, and its results would differ in the last bits.
 
     torch's forward spends some 60 µs on a disabled profiler and a context manager, which this
-    class leaves out. Under a profiler, torch's own forward runs.
+    class leaves out. It also leaves out DDP's steps in a pass that shares and reduces nothing.
+    Under a profiler, torch's own forward runs.
     """
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
@@ -264,7 +265,10 @@ class LeanDDP(DistributedDataParallel):
         """Run the module between DDP's own steps before and after a forward pass."""
         if profiler._is_profiler_enabled:
             return super().forward(*inputs)
-        inputs, _ = self._pre_forward(*inputs)
+        # otherwise the pass neither shares buffers nor reduces gradients
+        talks = self.require_forward_param_sync or self.require_backward_grad_sync
+        if talks:
+            inputs, _ = self._pre_forward(*inputs)
         # torch.compile reads this attribute
         DistributedDataParallel._active_ddp_module = self
         try:
@@ -273,7 +277,7 @@ class LeanDDP(DistributedDataParallel):
             # simulated ranks take turns, so another rank's module may be active now
             if DistributedDataParallel._active_ddp_module is self:
                 DistributedDataParallel._active_ddp_module = None
-        return self._post_forward(output)
+        return self._post_forward(output) if talks else output
 
 
 class _KeepsOrder(TorchDispatchMode):
@@ -386,8 +390,11 @@ class DDPRunner:
         """Return the loss. Without `sync`, DDP does not prepare to reduce gradients."""
         self._sync = sync
         ddp = self._ddp
+        # these are the attributes that `no_sync` sets; `vars` leaves out a module's own checks
+        flags = vars(ddp)
+        flags["require_backward_grad_sync"] = sync
         # otherwise torch treats a pass after `no_sync` as part of the earlier update
-        ddp.require_forward_param_sync = samples.into is None
+        flags["require_forward_param_sync"] = samples.into is None
         with self._forward:
             # Use the next pass, which reduces gradients, as the static graph. If it is set
             # earlier, torch also adds passes without a reduction to the graph. torch then waits
@@ -395,8 +402,7 @@ class DDPRunner:
             if sync and self._learns:
                 ddp._set_static_graph()
                 self._learns = False
-            with NOTHING if sync else ddp.no_sync():
-                self._roots = ddp(loss_fn, samples)
+            self._roots = ddp(loss_fn, samples)
         return self._inner.take_read()
 
     def backward(
@@ -412,8 +418,7 @@ class DDPRunner:
         # with compression the weight was already summed, because 16 bits cannot hold a count
         seeds = (like(scalar, scale), like(root, 0 if early else weight))
         with self._backward:
-            with NOTHING if self._sync else self._ddp.no_sync():
-                run_backward((scalar, root), seeds)
+            run_backward((scalar, root), seeds)
             self._step_reduced(wait=True)
         # all parameters must be used in the last micro-batch, even if earlier micro-batches used
         # all of them

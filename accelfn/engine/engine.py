@@ -527,7 +527,8 @@ class Engine:
             )
             raise GradsError(msg)
         try:
-            self.binding.put_gradients(into)
+            if into.as_taken is not self._live:
+                self.binding.put_gradients(into)
             into.give_away()
             into.multiply_back()
         except BaseException:
