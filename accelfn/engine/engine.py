@@ -527,8 +527,7 @@ class Engine:
             )
             raise GradsError(msg)
         try:
-            if into.as_taken is not self._live:
-                self.binding.put_gradients(into)
+            self.binding.put_gradients(into)
             into.give_away()
             into.multiply_back()
         except BaseException:
