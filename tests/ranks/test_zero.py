@@ -160,8 +160,8 @@ def some(strategy: Any, count: int) -> Any:
 def differing(one: Any, other: Any) -> list[str]:
     """Return where two differ by more than 1e-6 of the largest number there, or of 1.
 
-    What an optimizer keeps is given 4e-6: rounding alone drives its sums of gradients apart,
-    under `wrap_ddp` as far.
+    What an optimizer keeps, and a loss, are given 4e-6: rounding alone drives sums of gradients
+    apart, under `wrap_ddp` as far, and the loss of a training that diverges.
     """
     one, other = (
         {
@@ -174,7 +174,7 @@ def differing(one: Any, other: Any) -> list[str]:
     )
     largest = {
         name: max(1.0, float(each.abs().amax()) if each.numel() else 0.0)
-        * (4 if name.startswith("opt_state.") else 1)
+        * (4 if name.startswith(("opt_state.", "loss")) else 1)
         for name, each in one.items()
     }
     ours, theirs = (
