@@ -227,8 +227,8 @@ class LeanDDP(DistributedDataParallel):
     than an uninterrupted run, and its results would differ in the last bits.
 
     torch's forward spends some 60 µs on a disabled profiler and a context manager, which this
-    class leaves out. It also leaves out DDP's steps in a pass that shares and reduces nothing.
-    Under a profiler, torch's own forward runs.
+    class leaves out. It also leaves out DDP's steps in a pass that does not communicate. Under a
+    profiler, torch's own forward runs.
     """
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
@@ -265,9 +265,9 @@ class LeanDDP(DistributedDataParallel):
         """Run the module between DDP's own steps before and after a forward pass."""
         if profiler._is_profiler_enabled:
             return super().forward(*inputs)
-        # otherwise the pass neither shares buffers nor reduces gradients
-        talks = self.require_forward_param_sync or self.require_backward_grad_sync
-        if talks:
+        broadcasts = self.require_forward_param_sync  # of buffers
+        communicates = broadcasts or self.require_backward_grad_sync
+        if communicates:
             inputs, _ = self._pre_forward(*inputs)
         # torch.compile reads this attribute
         DistributedDataParallel._active_ddp_module = self
@@ -277,7 +277,7 @@ class LeanDDP(DistributedDataParallel):
             # simulated ranks take turns, so another rank's module may be active now
             if DistributedDataParallel._active_ddp_module is self:
                 DistributedDataParallel._active_ddp_module = None
-        return self._post_forward(output) if talks else output
+        return self._post_forward(output) if communicates else output
 
 
 class _KeepsOrder(TorchDispatchMode):
@@ -390,9 +390,8 @@ class DDPRunner:
         """Return the loss. Without `sync`, DDP does not prepare to reduce gradients."""
         self._sync = sync
         ddp = self._ddp
-        # these are the attributes that `no_sync` sets; `vars` leaves out a module's own checks
-        flags = vars(ddp)
-        flags["require_backward_grad_sync"] = sync
+        flags = vars(ddp)  # assigning attributes of a module takes longer
+        flags["require_backward_grad_sync"] = sync  # as `no_sync` does
         # otherwise torch treats a pass after `no_sync` as part of the earlier update
         flags["require_forward_param_sync"] = samples.into is None
         with self._forward:

@@ -76,7 +76,8 @@ def test_a_save_that_fails_fails_on_all_ranks(size, at, number, how, async_, joi
             try:
                 store.save(to_save(2, world, joint=joint))
                 store.wait()
-            except af.errors.CheckpointWriteError as error:
+            except (af.errors.CheckpointWriteError, OSError) as error:
+                assert isinstance(error, af.errors.CheckpointWriteError)  # noqa: PT017 - not all raise
                 said.append(str(error))
             gather_text("", world, label="tried")
             if world.is_main:
@@ -157,7 +158,7 @@ def test_one_job_saves_to_a_directory(who):
     with lent() as root:
         (root / ".lock").write_text(make())
         (root / ".tmp-step-00000001").mkdir()
-        store = af.CheckpointStore(root)
+        store = af.CheckpointStore(root, async_=False)
         if refused is None:
             with redirect_stderr(StringIO()) as said:
                 store.save(state_of(1))

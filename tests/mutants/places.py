@@ -74,12 +74,10 @@ def find_place(text: str) -> Place:
     if len(found) == 1:
         return found[0]
     if not found:
-        said = (
-            ", ".join(f"{each.module}:{name}" for each in named) or "none of this name"
-        )
+        said = ", ".join(f"{each.module}:{name}" for each in named)
         msg = (
-            f"accelfn has no function {text!r}, but {said}. Write module:name, such as"
-            " averaging:ema.init. Was the function moved or renamed?"
+            f"accelfn has no function {text!r}{said and f', but {said}'}. Was it moved or"
+            " renamed? Write module:name, such as averaging:ema.init."
         )
         raise LookupError(msg)
     said = ", ".join(each.module for each in found)

@@ -160,8 +160,8 @@ def some(strategy: Any, count: int) -> Any:
 def differing(one: Any, other: Any) -> list[str]:
     """Return where two differ by more than 1e-6 of the largest number there, or of 1.
 
-    What an optimizer keeps, and a loss, are given 4e-6: rounding alone drives sums of gradients
-    apart, under `wrap_ddp` as far, and the loss of a training that diverges.
+    What an optimizer keeps is given 4e-6: rounding alone drives its sums of gradients apart,
+    under `wrap_ddp` as far. So is a loss, which multiplies the parameters' differences.
     """
     one, other = (
         {

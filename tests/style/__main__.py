@@ -10,6 +10,10 @@ from tests.style.bounds import ROOT, bounds, measure_texts
 SUBJECT = re.compile(r"(?=.{,72}$)[a-z0-9_./-]+: [a-z]")
 NEWEST = 100
 """Number of commits to check."""
+_LISTED = {
+    "bare": " `python -m tests.style.names FILE` lists them.",
+    "hard": " `python -m tests.style.prose FILE` lists them.",
+}
 
 
 def find_faults() -> list[str]:
@@ -17,8 +21,8 @@ def find_faults() -> list[str]:
     most = bounds()
     faults = [
         f"tests/style/bounds.txt: {name}: {value}, and at most {most[name]} are allowed."
-        " `python -m tests.style.prose FILE` and `python -m tests.style.names FILE` list phrases"
-        " and names. For a feature, write the new number into bounds.txt."
+        f"{_LISTED.get(name.split()[0], '')} Remove as much as you add; for a new feature, write"
+        " the measured number into this file."
         for name, value in measure_texts().items()
         if value > most[name]
     ]
