@@ -27,18 +27,19 @@ def measure(rounds: int) -> list[Figure]:
     whole = {f"three epochs: {name}": [] for name in PROGRAMS}
     for turn in range(rounds):
         for name in list(PROGRAMS)[:: -1 if turn % 2 else 1]:
-            taken = _run(name)
+            taken = in_new_processes(__file__, name)
             first[f"first update: {name}"].append(taken[0])
             whole[f"three epochs: {name}"].append(taken[1])
     return compared(first) + compared(whole)
 
 
-def _run(name: str) -> list[float]:
+def in_new_processes(script: str, name: str) -> list[float]:
+    """Run `script name file` on two new processes, and return the numbers in the file."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "taken.json")
         launch = [sys.executable, "-m", "accelfn", "launch", "--nproc", "2"]
         env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-        command = [*launch, __file__, name, str(file)]
+        command = [*launch, script, name, str(file)]
         subprocess.run(command, check=True, env=env)
         return json.loads(file.read_text())
 

@@ -345,6 +345,21 @@ SUITE = (
         quick_rounds=4,
     ),
     Benchmark(
+        name="first_update",
+        module="first_update",
+        title="The start of training on two processes",
+        how=(
+            "Six transformer layers of width 128 over 16 tokens, 1.2 million parameters, AdamW, "
+            "two processes with Gloo, 8 rows per rank. All contestants run under the same "
+            "launcher, each round in new processes. The time begins after the imports and ends "
+            "with the first update. In the plain loops, DistributedDataParallel wraps the model, "
+            "or fully_shard shards each layer and the model."
+        ),
+        targets=(("DDP: accelfn", 1.5), ("FSDP: accelfn", 1.3)),
+        rounds=12,
+        quick_rounds=4,
+    ),
+    Benchmark(
         name="fsdp",
         module="fsdp",
         title="A step of a model that is sharded over two processes",
