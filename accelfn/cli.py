@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     replay = add(_replay, "run a failed step again from its crash bundles")
     replay.add_argument("directory", help="the directory with the crash bundles")
     _add_acts(add(_checkpoint, "list, verify or export checkpoints"))
-    traffic = add(_traffic, "predict what each update sends on any number of ranks")
+    traffic = add(_traffic, "show what each update sends on any number of ranks")
     traffic.add_argument(
         "programs", nargs="+", metavar="FILE.py:FUNCTION", help="trains with a world"
     )
@@ -263,9 +263,9 @@ def _checkpoint(words: argparse.Namespace) -> int:
 
 
 def _traffic(words: argparse.Namespace) -> int:
-    """Run each function, which trains some updates, on a few simulated ranks.
+    """Run each function, which trains some updates, on simulated ranks.
 
-    Print how many bytes an update sends on any number of ranks, by label.
+    Print how many bytes an update sends, by label.
     """
     from accelfn.testing.traffic import foresee  # noqa: PLC0415  rarely needed
 
