@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.waiting import HANGS
 
@@ -17,11 +18,14 @@ ONE_MACHINE = [f"{rank} of 2, {rank} of 2 on machine 0" for rank in range(2)]
 LAUNCH = [sys.executable, "-m", "accelfn", "launch"]
 
 
-def started(*words: object, **env: object) -> subprocess.Popen[str]:
+def started(
+    *words: object, cwd: Path | None = None, **env: object
+) -> subprocess.Popen[str]:
     """Start a command, in a session of its own: this process is not its terminal."""
     own = {name: str(value) for name, value in env.items()}
     return subprocess.Popen(
         [*map(str, words)],
+        cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", **own},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -44,6 +48,12 @@ def ended(*runs: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
             run.terminate()  # a launcher ends its ranks
             run.communicate()
     return [(r.returncode, out, err) for r, (out, err) in zip(runs, said, strict=True)]
+
+
+def run(*words: object, **options: Any) -> tuple[int, str, str]:
+    """Run a command; return its exit code, and what was said."""
+    (found,) = ended(started(*words, **options))
+    return found
 
 
 def places(out: str) -> list[str]:

@@ -4,15 +4,11 @@
 And where they do not, `simulate(also="processes")` says so.
 """
 
-import dataclasses
-import enum
 import multiprocessing
 import os
 import random
-import struct
-from collections import OrderedDict
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 import numpy as np
@@ -24,40 +20,17 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.errors import LawError
-from accelfn.testing import Raise, simulate
+from accelfn.testing import simulate
 from tests.processes import run_ranks
 from tests.ranks import programs, programs_of_parts
 from tests.ranks import programs_of_trees as trees
 from tests.ranks.programs_of_trees import TreeCall, tree_calls
 from tests.strategies import Run, runs
+from tests.unit.test_differential import PAIRS
 
 pytestmark = pytest.mark.ranks(2)
 on_both = partial(simulate, also="processes")
 """Run a program on simulated ranks and on processes, which must give the same."""
-
-
-class Colour(enum.Enum):
-    RED = 1
-    BLUE = 2
-
-
-class Pair(NamedTuple):
-    one: object
-    two: object
-
-
-@attrs.frozen
-class Record:
-    _field: object
-
-
-@dataclasses.dataclass
-class Data:
-    field: object
-
-
-def nan(payload: int) -> float:
-    return struct.unpack("<d", struct.pack("<Q", 0x7FF8 << 48 | payload))[0]
 
 
 def on_process(world: af.World) -> bool:
@@ -65,86 +38,10 @@ def on_process(world: af.World) -> bool:
     return multiprocessing.parent_process() is not None and world.rank == 1
 
 
-PAIRS: dict[str, tuple[object, object, str]] = {
-    "int": (1, 2, "result: 1 and 2"),
-    "bool and int": (1, True, "result: 1 and True"),
-    "int and float": (1, 1.0, "result: 1 and 1.0"),
-    "zero": (0.0, -0.0, "result: 0.0 and -0.0"),
-    "NaN": (nan(0), nan(1), "result: nan of bits"),
-    "complex": (1j, 2j, "result: 1j and 2j"),
-    "str": ("a", "b", "result: 'a' and 'b'"),
-    "bytes": (b"a", b"b", "result: b'a' and b'b'"),
-    "None": (None, 0, "result: None and 0"),
-    "dtype": (torch.int8, torch.uint8, "result: torch.int8 and torch.uint8"),
-    "enum": (Colour.RED, Colour.BLUE, "result: Colour 1 and Colour 2"),
-    "list": ([1, 2], [1, 3], r"result\[1\]: 2 and 3"),
-    "longer": ([1], [1, 3], r"result\[1\]: only in the world of processes"),
-    "tuple": ([1], (1,), "result: list of 1 and tuple of 1"),
-    "named": (Pair(1, 2), Pair(1, 3), r"result\.two: 2 and 3"),
-    "set": ({1, 2}, {1, 3}, r"result\[1\]: 2 and 3"),
-    "dict": ({"a": {0: 1}}, {"a": {0: 2}}, r"result\['a'\]\[0\]: 1 and 2"),
-    "key": ({"a": 1}, {"b": 1}, r"result\['a'\]: only in the simulated world"),
-    "kind": ({}, OrderedDict(), "result: dict of 0 and OrderedDict of 0"),
-    "record": (Record([1]), Record([2]), r"result\._field\[0\]: 1 and 2"),
-    "dataclass": (Data(1), Data(2), r"result\.field: 1 and 2"),
-    "metrics": (
-        af.Metrics({"loss": (2.0, 2)}),
-        af.Metrics({"loss": (1.0, 1)}),
-        r"result\.sums\['loss'\]\.amount: 2\.0 and 1\.0",
-    ),
-    "tensor": (
-        torch.zeros(2, 3),
-        torch.eye(2, 3),
-        r"result: 2 of 6 elements differ, the first at \[0, 0\]: 0\.0 and 1\.0",
-    ),
-    "tensor's NaN": (
-        torch.tensor([1.0, nan(0)], dtype=torch.float64),
-        torch.tensor([1.0, nan(1)], dtype=torch.float64),
-        r"at \[1\]: nan of bits 0x7ff8000000000000 and nan of bits 0x7ff8000000000001",
-    ),
-    "tensor's dtype": (torch.zeros(2), torch.zeros(2).int(), "float32 .* and .* int32"),
-    "tensor's shape": (torch.zeros(2), torch.zeros(2, 1), r"\(2,\) .* and \(2, 1\)"),
-    "array": (
-        np.arange(3),
-        np.arange(3) % 2,
-        r"result\[\.\.\.\]: .* at \[2\]: 2 and 0",
-    ),
-    "scalar": (np.float32(1), np.float64(1), "numpy float32 and numpy float64"),
-    "array and tensor": (np.zeros(2), torch.zeros(2).double(), "result: .*numpy"),
-}
-"""By name: what the simulated ranks return, what rank 1 of processes does, what is said."""
-
-
-def planted(world: af.World, name: str) -> object:
-    one, two, _ = PAIRS[name]
-    return two if on_process(world) else one
-
-
 def equal(world: af.World) -> list[object]:
     """Return the same in both worlds, made anew in each."""
     run = Run(setup=af.chain(af.shard_data(), af.wrap_ddp(), af.ema(0.5)))
     return [run.train(run.state(world))[0], *(two for _, two, _ in PAIRS.values())]
-
-
-INCOMPARABLE: dict[str, object] = {
-    "function": equal,
-    "object": object(),
-    "module": torch.nn.Linear(1, 1),
-    "generator": torch.default_generator,
-    "sparse": torch.eye(2).to_sparse(),
-    "meta": torch.empty(2, device="meta"),
-    "objects": np.array([object()]),
-    "texts": np.array(["a"]),
-    "key": {object(): 1},
-    "range": range(3),
-    "subclass": torch.nn.Buffer(torch.ones(1)).as_subclass(
-        type("T", (torch.Tensor,), {})
-    ),
-}
-
-
-def incomparable(world: af.World, name: str) -> object:
-    return {"rank": world.rank, "inside": [Record(INCOMPARABLE[name])]}
 
 
 def draws(world: af.World) -> dict[str, Any]:
@@ -457,27 +354,9 @@ def test_compressed_training_gives_what_gloo_gives(
     on_both(2, partial(programs.train, run=run), schedule=schedule)
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_a_difference_is_named(name):
-    """By rank, place and both values; and the run that shows it."""
-    with pytest.raises(LawError, match=PAIRS[name][2]) as raised:
-        on_both(2, partial(planted, name=name))
-    assert str(raised.value).startswith("Rank 1 of 2 ")
-    assert "accelfn.testing.simulate(2, " in str(raised.value)
-
-
 def test_equal_results_pass():
     """What differs above is found equal to itself."""
     on_both(2, equal)
-
-
-@pytest.mark.parametrize("name", INCOMPARABLE)
-def test_what_cannot_be_compared_is_refused(name):
-    """It never passes for equal."""
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"\['inside'\]\[0\]\._field.*cannot compare"
-    ):
-        on_both(2, partial(incomparable, name=name))
 
 
 @pytest.mark.parametrize("seed", [0, 7])
@@ -511,16 +390,6 @@ def test_what_processes_do_otherwise_is_found(program, said):
     """An error, a variable, what Gloo does wrong, and one bit of a state."""
     with pytest.raises(LawError, match=said):
         on_both(2, program)
-
-
-def test_what_processes_cannot_do_is_refused():
-    """Faults, and a lambda, which has no name by which another process could import it."""
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"Raise\(rank=1.*cannot have planned"
-    ):
-        on_both(2, draws, faults=[Raise(1)])
-    with pytest.raises(af.errors.ArgumentError, match='also="processes".*is a lambda'):
-        on_both(2, lambda world: world.rank)
 
 
 def test_parts_wait_as_long_as_their_world():

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`run_processes` runs programs on real ranks, and returns or raises whatever they do."""
 
-import math
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -158,38 +156,6 @@ def test_ranks_find_what_the_caller_has(tmp_path, monkeypatch):
 def test_ranks_may_start_processes():
     """A DataLoader's workers run in a rank."""
     assert run_processes(2, rows_of_workers) == [[0, 2, 3], [1, 2, 3]]
-
-
-def unmade() -> Callable[..., None]:
-    def inside(world: af.World) -> None: ...
-
-    return inside
-
-
-@pytest.mark.parametrize(
-    ("fn", "args", "said"),
-    [
-        pytest.param(lambda world: world.rank, (), "is a lambda", id="lambda"),
-        pytest.param(unmade(), (), "is defined in a function", id="closure"),
-        pytest.param(partial(total, values=lambda: 1), (), "is a lambda", id="partial"),
-        pytest.param(total, (threading.Lock(),), "pickle cannot", id="lock"),
-        pytest.param("place", (), "a function that takes a World", id="no function"),
-    ],
-)
-def test_what_cannot_be_sent_is_refused(fn, args, said):
-    """Before any rank starts, the error says what, and what to do."""
-    with pytest.raises(af.errors.ArgumentError, match=said):
-        run_processes(2, fn, *args)
-
-
-def test_a_size_is_a_number_of_ranks_and_a_timeout_one_of_seconds():
-    """A size is a positive integer, a timeout positive and finite."""
-    for size in (0, -1, True, 2.0, "2"):
-        with pytest.raises(af.errors.ArgumentError, match="number of ranks"):
-            run_processes(size, place)
-    for timeout in (0, -1.0, math.nan, math.inf, None, True):
-        with pytest.raises(af.errors.ArgumentError, match="timeout"):
-            run_processes(2, place, timeout=timeout)
 
 
 def test_a_result_that_cannot_be_sent_is_refused():

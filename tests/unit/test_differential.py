@@ -4,12 +4,19 @@
 Here other simulated ranks stand for the processes; tests/ranks has real ones.
 """
 
+import dataclasses
+import enum
+import math
+import struct
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import attrs
+import numpy as np
 import pytest
 import torch
 
@@ -44,24 +51,136 @@ def planted(world: af.World, one: object, two: object) -> object:
     return two if ARE_PROCESSES and world.rank == 1 else one
 
 
-@pytest.mark.parametrize(
-    ("one", "two", "told"),
-    [
-        ({(1, "a"): 1.0}, {(1, "a"): 2.0}, r"result\[\(1, 'a'\)\]: 1\.0 and 2\.0"),
-        ({None: 1, b"a": 2}, {None: 1, b"a": 3}, r"result\[b'a'\]: 2 and 3"),
-        ({(): 1}, {}, r"result: dict of 1 and dict of 0"),
-        ({(1, 2), (3,)}, {(1, 2), (4,)}, r"result\[1\]\[0\]: 3 and 4"),
-        (frozenset({2, 1}), {2, 1}, "frozenset of 2 and set of 2"),
-        (torch.tensor([1j, 2j]), torch.tensor([1j, 3j]), r"at \[1\]: 2j and 3j"),
-        (torch.tensor([True]), torch.tensor([False]), "True and False"),
-        (torch.ones(2).bfloat16(), torch.zeros(2).bfloat16(), r"\[0\]: 1 and 0"),
-    ],
-)
-def test_a_difference_is_told_by_its_place(one, two, told):
-    """Keys may be plain data and tuples of it, and every dtype has its own words."""
-    with pytest.raises(LawError, match=f"(?s)Rank 1 of 2 .*{told}"):
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Pair(NamedTuple):
+    one: object
+    two: object
+
+
+@attrs.frozen
+class Record:
+    _field: object
+
+
+@dataclasses.dataclass
+class Data:
+    field: object
+
+
+def nan(payload: int) -> float:
+    return struct.unpack("<d", struct.pack("<Q", 0x7FF8 << 48 | payload))[0]
+
+
+PAIRS: dict[str, tuple[object, object, str]] = {
+    "int": (1, 2, "result: 1 and 2"),
+    "bool and int": (1, True, "result: 1 and True"),
+    "int and float": (1, 1.0, "result: 1 and 1.0"),
+    "zero": (0.0, -0.0, "result: 0.0 and -0.0"),
+    "NaN": (nan(0), nan(1), "result: nan of bits"),
+    "complex": (1j, 2j, "result: 1j and 2j"),
+    "str": ("a", "b", "result: 'a' and 'b'"),
+    "bytes": (b"a", b"b", "result: b'a' and b'b'"),
+    "None": (None, 0, "result: None and 0"),
+    "dtype": (torch.int8, torch.uint8, "result: torch.int8 and torch.uint8"),
+    "enum": (Colour.RED, Colour.BLUE, "result: Colour 1 and Colour 2"),
+    "list": ([1, 2], [1, 3], r"result\[1\]: 2 and 3"),
+    "longer": ([1], [1, 3], r"result\[1\]: only in the world of processes"),
+    "tuple": ([1], (1,), "result: list of 1 and tuple of 1"),
+    "named": (Pair(1, 2), Pair(1, 3), r"result\.two: 2 and 3"),
+    "set": ({1, 2}, {1, 3}, r"result\[1\]: 2 and 3"),
+    "dict": ({"a": {0: 1}}, {"a": {0: 2}}, r"result\['a'\]\[0\]: 1 and 2"),
+    "key": ({"a": 1}, {"b": 1}, r"result\['a'\]: only in the simulated world"),
+    "kind": ({}, OrderedDict(), "result: dict of 0 and OrderedDict of 0"),
+    "record": (Record([1]), Record([2]), r"result\._field\[0\]: 1 and 2"),
+    "dataclass": (Data(1), Data(2), r"result\.field: 1 and 2"),
+    "metrics": (
+        af.Metrics({"loss": (2.0, 2)}),
+        af.Metrics({"loss": (1.0, 1)}),
+        r"result\.sums\['loss'\]\.amount: 2\.0 and 1\.0",
+    ),
+    "tensor": (
+        torch.zeros(2, 3),
+        torch.eye(2, 3),
+        r"result: 2 of 6 elements differ, the first at \[0, 0\]: 0\.0 and 1\.0",
+    ),
+    "tensor's NaN": (
+        torch.tensor([1.0, nan(0)], dtype=torch.float64),
+        torch.tensor([1.0, nan(1)], dtype=torch.float64),
+        r"at \[1\]: nan of bits 0x7ff8000000000000 and nan of bits 0x7ff8000000000001",
+    ),
+    "tensor's dtype": (torch.zeros(2), torch.zeros(2).int(), "float32 .* and .* int32"),
+    "tensor's shape": (torch.zeros(2), torch.zeros(2, 1), r"\(2,\) .* and \(2, 1\)"),
+    "array": (np.arange(3), np.arange(3) % 2, r"\[\.\.\.\]: .* at \[2\]: 2 and 0"),
+    "scalar": (np.float32(1), np.float64(1), "numpy float32 and numpy float64"),
+    "array and tensor": (np.zeros(2), torch.zeros(2).double(), "result: .*numpy"),
+    "key of keys": (
+        {(1, "a"): 1.0},
+        {(1, "a"): 2.0},
+        r"result\[\(1, 'a'\)\]: 1\.0 and 2\.0",
+    ),
+    "key of bytes": (
+        {None: 1, b"a": 2},
+        {None: 1, b"a": 3},
+        r"result\[b'a'\]: 2 and 3",
+    ),
+    "emptier": ({(): 1}, {}, r"result: dict of 1 and dict of 0"),
+    "set of tuples": ({(1, 2), (3,)}, {(1, 2), (4,)}, r"result\[1\]\[0\]: 3 and 4"),
+    "frozenset": (frozenset({2, 1}), {2, 1}, "frozenset of 2 and set of 2"),
+    "tensor of complex": (
+        torch.tensor([1j, 2j]),
+        torch.tensor([1j, 3j]),
+        r"at \[1\]: 2j and 3j",
+    ),
+    "tensor of bool": (torch.tensor([True]), torch.tensor([False]), "True and False"),
+    "tensor of bfloat16": (
+        torch.ones(2).bfloat16(),
+        torch.zeros(2).bfloat16(),
+        r"\[0\]: 1 and 0",
+    ),
+}
+"""By name: what the simulated ranks return, what rank 1 of processes does, what is told."""
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_difference_is_told_by_its_place(name):
+    """By rank, place and both values; and the run that shows it."""
+    one, two, told = PAIRS[name]
+    with pytest.raises(LawError, match=f"(?s)^Rank 1 of 2 .*{told}") as raised:
         simulate(2, partial(planted, one=one, two=two), also="processes")
+    assert "accelfn.testing.simulate(2, " in str(raised.value)
     simulate(2, partial(planted, one=one, two=one), also="processes")
+
+
+INCOMPARABLE: dict[str, object] = {
+    "function": planted,
+    "object": object(),
+    "module": torch.nn.Linear(1, 1),
+    "generator": torch.default_generator,
+    "sparse": torch.eye(2).to_sparse(),
+    "meta": torch.empty(2, device="meta"),
+    "objects": np.array([object()]),
+    "texts": np.array(["a"]),
+    "key": {object(): 1},
+    "range": range(3),
+    "subclass": torch.nn.Buffer(torch.ones(1)).as_subclass(
+        type("T", (torch.Tensor,), {})
+    ),
+}
+
+
+def incomparable(_: af.World, name: str) -> object:
+    return {"inside": [Record(INCOMPARABLE[name])]}
+
+
+@pytest.mark.parametrize("name", INCOMPARABLE)
+def test_what_cannot_be_compared_is_refused(name):
+    """It never passes for equal."""
+    with pytest.raises(ArgumentError, match=r"\['inside'\]\[0\]\._field.*cannot comp"):
+        simulate(2, partial(incomparable, name=name), also="processes")
 
 
 @pytest.mark.parametrize("key", [1.5, (1, 2.5), (1, (2,)), frozenset({1})])
@@ -132,6 +251,13 @@ def test_a_number_of_processes_is_one_or_more(size):
         run_processes(size, planted)
     with pytest.raises(ArgumentError, match=r"run_processes\(1, 3\): expected a func"):
         run_processes(1, 3)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, math.nan, math.inf, None, True])
+def test_a_timeout_is_a_number_of_seconds(timeout):
+    """It is positive and finite."""
+    with pytest.raises(ArgumentError, match="timeout"):
+        run_processes(2, planted, 1, 2, timeout=timeout)
 
 
 @pytest.mark.parametrize("size", [1, 3])

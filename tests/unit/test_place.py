@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rank this is, in the words of each launcher; what is contradictory is refused."""
 
-import subprocess
 import sys
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 import accelfn as af
 from accelfn.errors import WorldError
 from tests.internals import asked_size, read_place
-from tests.waiting import HANGS
+from tests.ranks.commands import run
 
 MASTER = {"MASTER_ADDR": "head", "MASTER_PORT": "4000"}
 WHERE = ("5", "8", "1", "4")
@@ -80,6 +79,7 @@ AGENTS = "TORCHELASTIC_USE_AGENT_STORE"
 PODS = {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "2"}
 PYTORCH_JOB = {"RANK": "2", "WORLD_SIZE": "3", **MASTER, **PODS}
 LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+UNEVEN = {**TORCHRUN, "WORLD_SIZE": "3", **LOCAL, "RANK": "2"}
 RAY = {"RANK": "3", "WORLD_SIZE": "4", **LOCAL, "NODE_RANK": "1", **MASTER}
 SAGEMAKER = {
     **without(RAY, "NODE_RANK"),
@@ -113,43 +113,25 @@ def test_a_rank_of_a_cluster(system):
     assert asked_size(env)[1] == where[1]
 
 
-@pytest.mark.parametrize(("nodes", "each"), [("3", "1"), ("1", "4"), ("2", "auto")])
-def test_pods_that_were_to_run_torchrun(nodes, each):
-    """A pod of a TrainJob that runs Python by itself does not train alone in silence."""
-    pods = {"PET_NNODES": nodes, "PET_NPROC_PER_NODE": each}
-    with pytest.raises(WorldError, match=r"PET_N.* did not start.*`torchrun"):
-        read_place(pods)
-    assert asked_size(pods)[1] == 1  # World.single() may
-
-
-@pytest.mark.parametrize(
-    "pods", [{"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}, {"PET_NNODES": "1:4"}]
-)
-def test_a_pod_that_may_be_alone(pods):
-    """One process is a world of 1; what torchrun alone would know is not guessed."""
-    assert read_place(pods) is None
-
-
-def test_a_pod_of_several_ranks_that_runs_python():
-    """WORLD_SIZE counts the ranks and RANK the pods, so torchrun is to be started."""
-    with pytest.raises(WorldError, match=r"PET_NNODES=3 and WORLD_SIZE=6.*`torchrun"):
-        read_place({**PYTORCH_JOB, "WORLD_SIZE": "6", "PET_NPROC_PER_NODE": "2"})
-
-
-def test_ranks_that_do_not_fill_their_machines_are_told_apart():
+def test_machines_that_ranks_do_not_fill_have_numbers():
     """Of uneven machines the number cannot be told from the ranks, and is asked for."""
-    env = {**TORCHRUN, "WORLD_SIZE": "3", **LOCAL, "RANK": "2"}
-    with pytest.raises(WorldError, match="are not consecutive.*GROUP_RANK"):
-        read_place(env)
-    assert read_place({**env, "NODE_RANK": "1"}).node_rank == 1
+    assert read_place({**UNEVEN, "NODE_RANK": "1"}).node_rank == 1
 
 
+SCRIPT = {**SHELL, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+STEP = {**SCRIPT, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"}
 IDS = {name: "0" for name in SLURM if name.endswith("ID")}
 ONE_RANK = {
     "a script": {"SLURM_PROCID": "0"},
     "a script of one task": {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
     "a step": {**SHELL, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
     "all of SLURM": {**IDS, **{name: "1" for name in SLURM if "TASKS" in name}},
+    "a step of many machines": {
+        **STEP,
+        "SLURM_NTASKS": "1",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1",
+    },
     "MPICH": dict(zip(PMI, ("0", "1", "0", "1"), strict=True)),
 }
 
@@ -162,38 +144,41 @@ def test_one_rank_meets_nobody(env):
     assert place.address is None
 
 
-@pytest.mark.parametrize("env", [{}, {"SLURM_NTASKS": "4"}, SHELL, MASTER])
+ONE_POD = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{}, {"SLURM_NTASKS": "4"}, SHELL, MASTER, ONE_POD, {"PET_NNODES": "1:4"}],
+)
 def test_no_launcher(env):
-    """What srun is to do is no rank, nor is the shell of an allocation of one task."""
+    """What srun or torchrun is to do is no rank, nor is the shell of an allocation of one task."""
     assert read_place(env) is None
     assert asked_size(env) == ("WORLD_SIZE", 1)
 
 
-SCRIPT = {**SHELL, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
-STEP = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"}
-
-
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("env", "words"),
     [
-        ({"SLURM_NTASKS": "2"}, "SLURM_NTASKS=2, but"),
-        ({"SLURM_JOB_NUM_NODES": "3"}, "SLURM_JOB_NUM_NODES=3, but"),
+        *(
+            (
+                {**env, name: number},
+                f"{name}={number}, but srun did not start.*srun.*acc",
+            )
+            for env in (SHELL, SCRIPT, STEP)
+            for name, number in (("SLURM_NTASKS", "2"), ("SLURM_JOB_NUM_NODES", "3"))
+        ),
+        *(
+            ({"PET_NNODES": nodes, "PET_NPROC_PER_NODE": each}, "did not st.*`torchrun")
+            for nodes, each in (("3", "1"), ("1", "4"), ("2", "auto"))
+        ),
     ],
 )
-@pytest.mark.parametrize("env", [SHELL, SCRIPT, {**SCRIPT, **STEP}])
-def test_several_tasks_that_srun_did_not_start(env, change, words):
-    """Where an allocation has several, neither its script nor its shell trains alone."""
-    words = f"{words} srun did not start.*srun.*accelfn laun"
+def test_several_ranks_that_nobody_started(env, words):
+    """Neither the script or shell of an allocation nor a pod trains alone in silence."""
     with pytest.raises(WorldError, match=words):
-        read_place({**env, **change})
-    assert asked_size({**env, **change})[1] == 1  # World.single() may
-
-
-def test_a_step_of_one_of_many_machines():
-    """`srun -n 1` asks for a world of 1, whatever the job has."""
-    change = {"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "2"}
-    tasks = {"SLURM_STEP_TASKS_PER_NODE": "1"}
-    assert read_place({**SCRIPT, **STEP, **change, **tasks}).is_alone
+        read_place(env)
+    assert asked_size(env)[1] == 1  # World.single() may
 
 
 def test_the_innermost_launcher_is_believed():
@@ -234,63 +219,54 @@ def test_mpi_on_one_machine():
         read_place(env)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"OMPI_COMM_WORLD_RANK": "8"}, "OMPI_COMM_WORLD_RANK=8.*contradict"),
-        ({"OMPI_COMM_WORLD_RANK": "-3"}, "OMPI_COMM_WORLD_RANK=-3.*contradict"),
-        ({"OMPI_COMM_WORLD_RANK": "0"}, "are not consecutive"),
-        ({"OMPI_COMM_WORLD_RANK": "two"}, "OMPI_COMM_WORLD_RANK is 'two'"),
-        ({"OMPI_COMM_WORLD_LOCAL_RANK": "4"}, "contradict"),
-        ({"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "consecutive.*map-by slot.*GROUP_RANK"),
-        ({"OMPI_COMM_WORLD_SIZE": "7"}, "different numbers of ranks.*GROUP_RANK"),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "0"}, "contradict"),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "9"}, "contradict"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
-    ],
-)
-def test_contradictory_mpi_environment(change, words):
-    """Values that cannot be together are shown."""
-    with pytest.raises(WorldError, match=words):
-        read_place({**OPEN_MPI, **MASTER, **change})
+MISSING = {
+    **{
+        f"SLURM_{word}": f"lacks SLURM_{word}"
+        for word in ("LOCALID", "NODEID", "NTASKS")
+    },
+    "SLURM_STEP_NUM_TASKS": "SLURM_NTASKS=7, but srun did not start",
+    "SLURM_STEP_TASKS_PER_NODE": "lacks SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_STEP_NODELIST": "lacks SLURM_STEP_NODELIST",
+    "SLURM_JOB_ID": "lacks SLURM_JOB_ID and MASTER_PORT",
+}
+BY_MPI = {**OPEN_MPI, **MASTER}
+CHANGES = [
+    (BY_MPI, "OMPI_COMM_WORLD_RANK", "8", "OMPI_COMM_WORLD_RANK=8.*contradict"),
+    (BY_MPI, "OMPI_COMM_WORLD_RANK", "-3", "OMPI_COMM_WORLD_RANK=-3.*contradict"),
+    (BY_MPI, "OMPI_COMM_WORLD_RANK", "0", "are not consecutive"),
+    (BY_MPI, "OMPI_COMM_WORLD_RANK", "two", "OMPI_COMM_WORLD_RANK is 'two'"),
+    (BY_MPI, "OMPI_COMM_WORLD_LOCAL_RANK", "4", "contradict"),
+    (BY_MPI, "OMPI_COMM_WORLD_LOCAL_RANK", "2", "consecutive.*map-by slot.*GROUP_RANK"),
+    (BY_MPI, "OMPI_COMM_WORLD_SIZE", "7", "different numbers of ranks.*GROUP_RANK"),
+    (BY_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE", "0", "contradict"),
+    (BY_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE", "9", "contradict"),
+    (BY_MPI, "MASTER_PORT", "http", "MASTER_PORT is 'http'"),
+    (SLURM, "SLURM_PROCID", "7", "SLURM_PROCID=7.*contradict"),
+    (SLURM, "SLURM_LOCALID", "2", "SLURM_LOCALID=2.*contradict"),
+    (SLURM, "SLURM_NODEID", "4", "SLURM_NODEID=4 .*contradict"),
+    (SLURM, "SLURM_STEP_TASKS_PER_NODE", "2(x2)", "SLURM_NTASKS=7.*contradict"),
+    (SLURM, "SLURM_STEP_TASKS_PER_NODE", "two", "'two'; expected text such as"),
+    (SLURM, "SLURM_STEP_NODELIST", "[", "expected a list such as"),
+    (SLURM, "SLURM_STEP_NUM_TASKS", "1", "SLURM_NTASKS=7, but srun did not start"),
+    (SLURM, "SLURM_STEP_NUM_TASKS", "6", "SLURM_STEP_NUM_TASKS=6.*contradict"),
+    (SLURM, "PMI_RANK", "4", "SLURM_PROCID=5 and PMI_RANK=4 contradict"),
+    # WORLD_SIZE counts the ranks and RANK the pods, so torchrun is to be started
+    (PYTORCH_JOB, "WORLD_SIZE", "6", "PET_NNODES=3 and WORLD_SIZE=6.*`torchrun"),
+    (UNEVEN, "LOCAL_RANK", "1", "are not consecutive.*GROUP_RANK"),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("env", "words"),
     [
-        ("SLURM_LOCALID", "lacks SLURM_LOCALID"),
-        ("SLURM_NODEID", "lacks SLURM_NODEID"),
-        ("SLURM_NTASKS", "lacks SLURM_NTASKS"),
-        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS=7, but srun did not start"),
-        ("SLURM_STEP_TASKS_PER_NODE", "lacks SLURM_STEP_TASKS_PER_NODE"),
-        ("SLURM_STEP_NODELIST", "lacks SLURM_STEP_NODELIST"),
-        ("SLURM_JOB_ID", "lacks SLURM_JOB_ID and MASTER_PORT"),
+        *((without(SLURM, name), words) for name, words in MISSING.items()),
+        *(({**env, name: value}, words) for env, name, value, words in CHANGES),
     ],
 )
-def test_slurm_says_too_little(name, words):
-    """What is missing is named, and nothing is made up."""
+def test_an_environment_that_says_too_little_or_contradicts_itself(env, words):
+    """What is missing is named, values that cannot be together are shown, nothing is made up."""
     with pytest.raises(WorldError, match=words):
-        read_place(without(SLURM, name))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"SLURM_PROCID": "7"}, "SLURM_PROCID=7.*contradict"),
-        ({"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2.*contradict"),
-        ({"SLURM_NODEID": "4"}, "SLURM_NODEID=4 .*contradict"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "SLURM_NTASKS=7.*contradict"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "'two'; expected text such as"),
-        ({"SLURM_STEP_NODELIST": "["}, "expected a list such as"),
-        ({"SLURM_STEP_NUM_TASKS": "1"}, "SLURM_NTASKS=7, but srun did not start"),
-        ({"SLURM_STEP_NUM_TASKS": "6"}, "SLURM_STEP_NUM_TASKS=6.*contradict"),
-        ({"PMI_RANK": "4"}, "SLURM_PROCID=5 and PMI_RANK=4 contradict"),
-    ],
-)
-def test_contradictory_slurm_environment(change, words):
-    """Values that cannot be together are shown."""
-    with pytest.raises(WorldError, match=words):
-        read_place({**SLURM, **change})
+        read_place(env)
 
 
 @pytest.mark.parametrize("env", [OPEN_MPI, SLURM])
@@ -311,17 +287,9 @@ def test_a_world_that_nobody_closes_is_closed_at_the_end():
         "world = af.World.from_env(device='cpu')\n"
         "print('open', dist.is_initialized())"
     )
-    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**env, "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANGS,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "open True\nopen False\n"
+    env = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    done = run(sys.executable, "-c", code, **env)
+    assert done[:2] == (0, "open True\nopen False\n"), done
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,8 @@ from tests.ports import free_port
 from tests.states import linear_state
 
 NAMES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "ACCELFN_AXES",
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELFN_AXES"),
 )
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -80,26 +74,6 @@ def test_axes_of_the_launcher(env):
     assert af.World.from_env(device="cpu").axes == {}
 
 
-def test_axes_of_the_launcher_agree_with_the_scripts(env):
-    """Axes of one rank may be named or not; other sizes are refused, and both are named."""
-    env(RANK=0, WORLD_SIZE=4, ACCELFN_AXES="dp_shard=2,dp_replicate=2", **rendezvous())
-    said = (
-        r"axes=\{'dp_shard': 4\}\) and ACCELFN_AXES=dp_shard=2,dp_replicate=2, which"
-        r" `accelfn launch --axes` sets, name different axes"
-    )
-    with pytest.raises(ArgumentError, match=said):
-        af.World.from_env(device="cpu", axes={"dp_shard": 4})
-    env(ACCELFN_AXES="dp_shard=3")
-    with pytest.raises(
-        ArgumentError,
-        match="ACCELFN_AXES=dp_shard=3: the product of the sizes, 3",
-    ):
-        af.World.from_env(device="cpu")
-    env(RANK=0, WORLD_SIZE=1, ACCELFN_AXES="dp_shard=1", **rendezvous())
-    with af.World.from_env(device="cpu", axes={"tp": 1}) as world:
-        assert world.axes == {"tp": 1}
-
-
 def test_open_group_is_used_and_left_open(env):
     """A group that is open already is used, and not closed by the block."""
     env(RANK=0, WORLD_SIZE=1, **rendezvous())
@@ -124,36 +98,65 @@ def test_open_group_of_another_size_is_refused(env):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        ({"RANK": 0}, "has RANK but lacks WORLD_SIZE, MASTER_ADDR.*torchrun"),
-        ({"WORLD_SIZE": 2}, "has WORLD_SIZE but lacks RANK.*accelfn launch"),
-        ({"RANK": 0, "WORLD_SIZE": 2}, "lacks MASTER_ADDR, MASTER_PORT"),
-        ({"RANK": 2, "WORLD_SIZE": 2}, "RANK=2, WORLD_SIZE=2, .*contradict"),
-        ({"RANK": -1, "WORLD_SIZE": 2}, "RANK=-1, WORLD_SIZE=2, .*contradict"),
-        ({"RANK": 0, "WORLD_SIZE": 0}, "RANK=0, WORLD_SIZE=0, .*contradict"),
-        ({"RANK": "one", "WORLD_SIZE": 2}, "RANK is 'one'.*integer"),
-        ({"RANK": 0, "WORLD_SIZE": "2.0"}, "WORLD_SIZE is '2.0'.*integer"),
-        ({"RANK": 0, "WORLD_SIZE": ""}, "WORLD_SIZE is ''.*integer"),
-        ({"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
-        (
-            {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 1},
-            "LOCAL_RANK=1, LOCAL_WORLD_SIZE=1.*contradict",
-        ),
-        (
-            {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4},
-            "LOCAL_WORLD_SIZE=4 contradict",
-        ),
-    ],
-)
-def test_contradictory_variables(env, variables, words):
-    """A variable that is missing, malformed or contradictory is named with its value."""
-    address = rendezvous() if "lacks" not in words else {}
-    env(**variables, **address)
-    with pytest.raises(WorldError, match=words) as caught:
-        af.World.from_env(device="cpu")
-    assert isinstance(caught.value, RuntimeError)
+ALONE = {"RANK": 0, "WORLD_SIZE": 1}
+TWO = {"RANK": 0, "WORLD_SIZE": 2}
+FOUR = {"RANK": 0, "WORLD_SIZE": 4}
+REFUSED = [
+    ({"RANK": 0}, {}, "has RANK but lacks WORLD_SIZE, MASTER_ADDR.*torchrun"),
+    ({"WORLD_SIZE": 2}, {}, "has WORLD_SIZE but lacks RANK.*accelfn launch"),
+    (TWO, {}, "lacks MASTER_ADDR, MASTER_PORT"),
+    ({"RANK": 2, "WORLD_SIZE": 2}, {}, "RANK=2, WORLD_SIZE=2, .*contradict"),
+    ({"RANK": -1, "WORLD_SIZE": 2}, {}, "RANK=-1, WORLD_SIZE=2, .*contradict"),
+    ({"RANK": 0, "WORLD_SIZE": 0}, {}, "RANK=0, WORLD_SIZE=0, .*contradict"),
+    ({"RANK": "one", "WORLD_SIZE": 2}, {}, "RANK is 'one'.*integer"),
+    ({"RANK": 0, "WORLD_SIZE": "2.0"}, {}, "WORLD_SIZE is '2.0'.*integer"),
+    ({"RANK": 0, "WORLD_SIZE": ""}, {}, "WORLD_SIZE is ''.*integer"),
+    ({**ALONE, "LOCAL_RANK": "x"}, {}, "LOCAL_RANK is 'x'"),
+    (
+        {**TWO, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 1},
+        {},
+        "LOCAL_RANK=1, LOCAL_WORLD_SIZE=1.*contradict",
+    ),
+    (
+        {**TWO, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4},
+        {},
+        "LOCAL_WORLD_SIZE=4 contradict",
+    ),
+    *(
+        ({**ALONE, "MASTER_PORT": port}, {}, "MASTER_PORT is")
+        for port in ("http", "65536", "-1")
+    ),
+    *(
+        (ranks, {"backend": "no_such_backend"}, "'no_such_backend'.*gloo")
+        for ranks in ({}, ALONE)
+    ),
+    (
+        {**FOUR, "ACCELFN_AXES": "dp_shard=2,dp_replicate=2"},
+        {"axes": {"dp_shard": 4}},
+        r"axes=\{'dp_shard': 4\}\) and ACCELFN_AXES=dp_shard=2,dp.*name different axes",
+    ),
+    (
+        {**FOUR, "ACCELFN_AXES": "dp_shard=3"},
+        {},
+        "ACCELFN_AXES=dp_shard=3: the product of the sizes, 3",
+    ),
+    *(
+        (ALONE, {"timeout": timeout}, "timeout=.*positive")
+        for timeout in (0, -1.0, math.nan, math.inf, "60", True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("variables", "options", "words"), REFUSED)
+@pytest.mark.filterwarnings("ignore:Device capability of no_such_backend unknown")
+def test_what_is_missing_malformed_or_contradictory(env, variables, options, words):
+    """A variable or an option is named with its value, before anything is opened."""
+    address = rendezvous() if variables and "lacks" not in words else {}
+    env(**{**address, **variables})
+    is_argument = options.keys() & {"axes", "timeout"} or "ACCELFN_AXES" in variables
+    with pytest.raises(ArgumentError if is_argument else WorldError, match=words) as it:
+        af.World.from_env(device="cpu", **options)
+    assert isinstance(it.value, RuntimeError) != bool(is_argument)
     assert not dist.is_initialized()
 
 
@@ -174,32 +177,28 @@ def test_create_without_a_world_does_not_hide_a_world_of_many(env):
 
 
 @no_gpu
-@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 0)])
-def test_device_that_is_not_there(env, device):
-    """A GPU asked for on a machine without one is refused, never replaced by the CPU."""
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        (
+            ["cuda", "cuda:1", torch.device("cuda", 0)],
+            r"cuda:\d.*0 devices of this type",
+        ),
+        (["mps"], "mps"),
+        (["xpu"], "xpu"),
+        (["meta"], "meta"),
+        (["nonsense"], "nonsense"),
+        # torch_xla ends before this torch begins; what is there for TPUs now is named
+        (["xla", "xla:0", torch.device("xla", 1)], r"torch_xla's .* 2\.9.*TorchTPU"),
+    ],
+)
+def test_a_device_that_is_not_there(env, devices, words):
+    """One that torch has not here, or that holds no values, is never replaced by the CPU."""
     env()
-    with pytest.raises(WorldError, match=r"cuda:\d.*0 devices of this type"):
-        af.World.single(device=device)
-    with pytest.raises(WorldError, match=r"needs the device cuda:\d"):
-        af.World.from_env(device=device)
-
-
-@no_gpu
-@pytest.mark.parametrize("device", ["mps", "xpu", "meta", "nonsense"])
-def test_device_of_another_kind(env, device):
-    """A device that torch has not here, or that holds no values, is named and refused."""
-    env()
-    with pytest.raises(WorldError, match=device):
-        af.World.single(device=device)
-
-
-@pytest.mark.parametrize("device", ["xla", "xla:0", torch.device("xla", 1)])
-def test_the_device_of_torch_xla(env, device):
-    """torch_xla ends before this torch begins; what is there for TPUs now is named."""
-    env()
-    for make in (af.World.single, af.World.from_env):
-        with pytest.raises(WorldError, match=r"torch_xla's .* 2\.9.*TorchTPU"):
-            make(device=device)
+    for device in devices:
+        for make in (af.World.single, af.World.from_env):
+            with pytest.raises(WorldError, match=words):
+                make(device=device)
 
 
 def test_a_device_that_no_backend_joins():
@@ -212,16 +211,6 @@ def test_a_device_that_no_backend_joins():
         meeting._backend(torch.device("maia"))
 
 
-@pytest.mark.parametrize("ranks", [{}, {"RANK": 0, "WORLD_SIZE": 1}])
-@pytest.mark.filterwarnings("ignore:Device capability of no_such_backend unknown")
-def test_unknown_backend(env, ranks):
-    """An unknown backend is named, before anything is opened, in a single process too."""
-    env(**ranks, **(rendezvous() if ranks else {}))
-    with pytest.raises(WorldError, match="'no_such_backend'.*gloo"):
-        af.World.from_env(backend="no_such_backend", device="cpu")
-    assert not dist.is_initialized()
-
-
 @no_gpu
 def test_backend_that_cannot_be_had(env):
     """NCCL on a machine without a GPU is refused, not replaced."""
@@ -232,14 +221,6 @@ def test_backend_that_cannot_be_had(env):
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("port", ["http", "65536", "-1"])
-def test_malformed_port(env, port):
-    """What is no port is a WorldError with the variable."""
-    env(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    with pytest.raises(WorldError, match="MASTER_PORT is"):
-        af.World.from_env(device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -300,35 +281,20 @@ def test_all_parts_of_a_meeting_share_one_deadline(monkeypatch):
         assert world.connection.timeout(world.device) == 7
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, math.nan, math.inf, "60", True])
-def test_timeout_is_a_positive_number_of_seconds(env, timeout):
-    """A timeout that is no positive, finite number of seconds is refused with its value."""
-    env(RANK=0, WORLD_SIZE=1, **rendezvous())
-    with pytest.raises(ArgumentError, match=r"timeout=.*positive"):
-        af.World.from_env(timeout=timeout, device="cpu")
-    assert not dist.is_initialized()
-
-
 @pytest.mark.parametrize(
-    ("rank", "size", "words"), [(1, 1, "0 to 0"), (-1, 1, "rank=-1"), (0, 0, "size=0")]
+    ("options", "error", "words"),
+    [
+        ({"rank": 1, "size": 1}, WorldError, r"0 to 0(?!.*to -1)"),
+        ({"rank": -1, "size": 1}, WorldError, r"rank=-1(?!.*to -1)"),
+        ({"rank": 0, "size": 0}, WorldError, r"size=0(?!.*to -1)"),
+        ({"size": 2}, WorldError, r"size=2.*process group.*from_env"),
+        ({"group": "gloo"}, ArgumentError, r"group='gloo'.*ProcessGroup"),
+    ],
 )
-def test_record_refuses_a_rank_outside(rank, size, words):
-    """A rank outside its world is refused with both numbers."""
-    with pytest.raises(WorldError, match=words) as caught:
-        af.World(rank=rank, size=size)
-    assert "to -1" not in str(caught.value)
-
-
-def test_record_of_many_needs_a_group():
-    """A world of two without a process group is refused, with the way to have one."""
-    with pytest.raises(WorldError, match=r"size=2.*process group.*from_env"):
-        af.World(size=2)
-
-
-def test_group_is_a_process_group():
-    """Something else in place of a group is refused by name."""
-    with pytest.raises(ArgumentError, match=r"group='gloo'.*ProcessGroup"):
-        af.World(group="gloo")
+def test_a_record_that_cannot_be(options, error, words):
+    """A rank outside its world, many without a group, and what is none, are named."""
+    with pytest.raises(error, match=words):
+        af.World(**options)
 
 
 def test_a_rank_that_is_never_joined_closes_the_world(env, monkeypatch):
