@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Axes and parts of a world: what they are, and what is refused by name."""
 
+import math
+
 import attrs
 import pytest
 import torch
@@ -8,17 +10,14 @@ import torch
 import accelfn as af
 from accelfn.errors import ArgumentError, DeadlockError, WorldError
 from accelfn.testing import run_processes, simulate
-from tests.internals import choose_axes, neighbor_runs, resolve_axes, rows
+from tests.internals import choose_axes, resolve_axes
 from tests.states import linear_state
 
 
 def test_what_is_left_is_filled_in():
     """-1 is what the other axes leave, and the order is the library's."""
-    assert resolve_axes("call", {"tp": 2, "dp_shard": -1}, 8) == {
-        "dp_shard": 4,
-        "tp": 2,
-    }
-    assert list(resolve_axes("call", {"tp": 2, "dp_shard": 1}, 2)) == ["dp_shard", "tp"]
+    filled = resolve_axes("call", {"tp": 2, "dp_shard": -1}, 8)
+    assert list(filled.items()) == [("dp_shard", 4), ("tp", 2)]
     assert resolve_axes("call", {"pp": 1, "cp": 3}, 3) == {"cp": 3}
 
 
@@ -31,16 +30,6 @@ def test_a_script_and_its_launcher_name_the_same_axes():
     assert agreed == {"dp_shard": 4, "cp": 1}
     with pytest.raises(ArgumentError, match="name different axes"):
         choose_axes("call", {"dp_shard": 4}, "dp_shard=2,dp_replicate=2", 4)
-
-
-def test_the_last_axis_is_the_densest():
-    """Neighbours are along "tp"; groups are of neighbouring axes, in ascending order."""
-    axes = {"dp_shard": 2, "tp": 3}
-    assert rows(axes, ["tp"]) == [(0, 1, 2), (3, 4, 5)]
-    assert rows(axes, ["dp_shard"]) == [(0, 3), (1, 4), (2, 5)]
-    runs = neighbor_runs({"dp_replicate": 2, "dp_shard": 1, "tp": 2})
-    assert runs == [("dp_replicate",), ("tp",)]
-    assert ("dp_shard", "cp") in neighbor_runs({"dp_shard": 2, "cp": 2, "tp": 2})
 
 
 BAD = {
@@ -67,9 +56,7 @@ def test_axes_that_cannot_be_are_refused(case):
         run_processes(4, print, axes=axes)
     if case != "two are left":
         with pytest.raises(ArgumentError, match="World.from_env"):
-            af.World.from_env(
-                axes={"tp": 1, **axes} if isinstance(axes, dict) else axes
-            )
+            af.World.from_env(axes=axes if case == "a list" else {"tp": 1, **axes})
 
 
 def test_an_axis_that_is_not_there_is_of_one_rank():
@@ -82,19 +69,6 @@ def test_an_axis_that_is_not_there_is_of_one_rank():
 
     assert simulate(2, program).results == (0.0, 1.0)
     assert simulate(2, program, axes={"cp": 2}).results == (0.0, 1.0)
-
-
-def test_axes_between_which_another_stands_have_no_group():
-    """`along` names what stands between; an axis that is none is named with the nearest."""
-    axes = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
-
-    def between(world):
-        world.along("dp_replicate", "tp")
-
-    with pytest.raises(ArgumentError, match="expected neighboring axes"):
-        simulate(8, between, axes=axes)
-    with pytest.raises(ArgumentError, match="'dp' is not an axis"):
-        simulate(8, lambda world: world.along("dp"), axes=axes)
 
 
 TWO = {"dp_shard": 2, "tp": 2}
@@ -119,24 +93,6 @@ def test_a_part_of_a_closed_world_is_closed(way):
                 take(whole)
 
 
-def test_a_world_by_hand_has_no_axes():
-    """Its process group joins all ranks, and no axis; `from_env` opens one for each."""
-    with pytest.raises(WorldError, match=r"World.from_env\(axes=...\)"):
-        simulate(4, lambda w: af.World(rank=w.rank, size=4, group=w.group, axes=TWO))
-    with pytest.raises(WorldError, match=r'axes=\{"dp_shard": -1\}'):
-        _ = af.World.single(device="cpu").mesh
-
-
-def test_a_batch_size_is_not_searched_along_axes():
-    """The second group in which a size is tried has none."""
-
-    def search(world):
-        af.find_batch_size(lambda *_: None, 4, world)
-
-    with pytest.raises(WorldError, match="without axes"):
-        simulate(2, search, axes={"tp": 2})
-
-
 def test_a_state_goes_on_along_axes_that_divide_its_work():
     """Moved to a world with an axis of which its setup knows nothing, it is refused at once."""
 
@@ -152,8 +108,10 @@ def test_a_state_goes_on_along_axes_that_divide_its_work():
         assert not any("with_world" in label for label, _ in trail)
 
 
-def test_axes_without_a_world_leave_nothing_open():
-    """Where there is no world yet, -1 has no number of ranks to be the rest of."""
+def test_a_world_of_one_has_no_mesh():
+    """Axes are opened by `from_env`; without a world -1 has no ranks to be the rest of."""
+    with pytest.raises(WorldError, match=r'axes=\{"dp_shard": -1\}'):
+        _ = af.World.single(device="cpu").mesh
     with pytest.raises(ArgumentError, match="because there is no world yet"):
         af.memory_estimate(
             lambda: torch.nn.Linear(2, 2),
@@ -195,11 +153,43 @@ def test_a_world_of_one_has_one_part():
         world.split(size=2)
 
 
-def test_the_whole_is_split_alone():
-    """Ranks of another part would not know of the parts of this one."""
-    for of in (lambda w: w.split(size=2), lambda w: w.along("tp")):
-        with pytest.raises(WorldError, match=r"is itself a part\. Split world\.whole"):
-            simulate(4, lambda w, of=of: of(w).split(size=1), axes={"cp": 2, "tp": 2})
+EIGHT = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+REFUSED = {
+    "axes between which another stands": (
+        EIGHT,
+        lambda world: world.along("dp_replicate", "tp"),
+        "expected neighboring axes",
+    ),
+    "another axis": (EIGHT, lambda w: w.along("dp"), "'dp' is not an axis"),
+    "a world by hand": (
+        TWO,
+        lambda w: af.World(rank=w.rank, size=4, group=w.group, axes=TWO),
+        r"World.from_env\(axes=...\)",
+    ),
+    "a search of batch sizes": (
+        {"tp": 2},
+        lambda world: af.find_batch_size(lambda *_: None, 4, world),
+        "without axes",
+    ),
+    "a part of a part": (
+        TWO,
+        lambda world: world.split(size=2).split(size=1),
+        r"is itself a part\. Split world\.whole",
+    ),
+    "a part of an axis": (
+        TWO,
+        lambda world: world.along("tp").split(size=1),
+        r"is itself a part\. Split world\.whole",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_group_is_refused(case):
+    """By the call, with what can be."""
+    axes, program, words = REFUSED[case]
+    with pytest.raises((ArgumentError, WorldError), match=words):
+        simulate(math.prod(axes.values()), program, axes=axes)
 
 
 def test_machines_of_different_sizes_have_nothing_across():
