@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn.errors import LawError
 from accelfn.testing import simulate
+from tests.laws.reducing import GatherAll, SumAll
 from tests.processes import run_ranks
 from tests.ranks import programs, programs_of_parts
 from tests.ranks import programs_of_trees as trees
@@ -296,6 +297,8 @@ ENGINES = [
     af.diloco(sync_every=1),
     af.diloco(sync_every=2, bits=8, delay=1, mix=0.5),
     af.diloco(sync_every=2, bits=4, fragments=2),
+    SumAll(),
+    GatherAll(),
 ]
 BESIDE = [
     af.accumulate(num_micro_batches=2),

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.testing import simulate
-from tests.laws.reducing import GatherAll, SumAll
 from tests.laws.test_branches import HSDP, Branching
 from tests.processes import RankError, run_ranks
 from tests.ranks.programs import train
@@ -89,17 +87,6 @@ def test_processes_run_other_units(run):
     for worlds in run_ranks(prod(run.axes.values()), branched, run, axes=run.axes):
         for found in worlds:
             assert differences(alone, found, within=1e-12) == []
-
-
-# a user's own `reduce`
-
-
-@pytest.mark.parametrize("reduce", [SumAll(), GatherAll()], ids=repr)
-def test_real_ranks_sum_as_simulated_ones(reduce):
-    """A7: on two ranks there is one order of sums, and so one result, bitwise."""
-    setup = af.chain(af.shard_data(), reduce)
-    run = Run(n=7, batch_size=3, updates=4, dyadic=False, setup=setup)
-    simulate(2, partial(train, run=run), also="processes")
 
 
 def means(world: af.World, names: list[list[str]]) -> str:

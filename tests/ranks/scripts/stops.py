@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train from the last checkpoint until all is done or a signal comes; save, print what there is.
 
+Samples are shuffled and dropped out, in each process as in any other.
+
 stops.py DIRECTORY UPDATES [TIMEOUT] [UNTIL]: stops after so many updates. With UNTIL, waits after
 update 6 until that file is there, so that a test can do things then.
 """
@@ -20,12 +22,14 @@ directory, updates, timeout, until = *sys.argv[1:], *("60", "")[len(sys.argv) - 
 torch.set_num_threads(1)
 with af.World.from_env(device="cpu", timeout=60) as world:
     world.connection.set_timeout(float(timeout))  # from here on, once all have met
-    data = af.Data(torch.linspace(-1, 1, 64).reshape(32, 2), global_batch_size=8)
+    rows = torch.linspace(-1, 1, 64).reshape(32, 2)
     state = af.TrainState.create(
-        model=lambda: nn.Linear(2, 1),
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
-        setup=af.chain(af.shard_data(), af.wrap_ddp()),
-        data=data,
+        model=lambda: nn.Sequential(
+            nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1)
+        ),
+        optimizer=lambda named: torch.optim.AdamW(named, lr=0.01),
+        setup=af.chain(af.shard_data(), af.wrap_ddp(), af.autocast("fp16")),
+        data=af.Data(rows, global_batch_size=8, shuffle=True),
         world=world,
     )
     step = af.make_step(lambda model, batch: model(batch).square().mean())
