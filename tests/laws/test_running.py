@@ -3,6 +3,7 @@
 
 import signal
 import tempfile
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,36 +35,46 @@ class Skipping:
         return grads.with_skip(update.num_tried in self.numbers, agreed=True), slot
 
 
-def by_hand(state: af.TrainState, run: Run, until: Any, period: Any) -> Any:
-    """Train in a loop; return the state, and what was seen every so often."""
-    step, seen, told = af.make_step(LOSSES[run.loss]), af.Metrics({}), []
+def by_hand(
+    state: af.TrainState, run: Run, until: Any, periods: list[Any]
+) -> tuple[af.TrainState, list[Any]]:
+    """Train in a loop; return the state, and what was seen in each period."""
+    step, told = af.make_step(LOSSES[run.loss]), []
+    seen = {period: af.Metrics({}) for period in periods}
     in_epochs = isinstance(until, af.epochs)
     for batch in af.batches(state, until_epoch=until.count if in_epochs else None):
-        before = state.step
+        before, numbers = state.step, {}
         state, metrics = step(state, batch)
         assert state.cursor == batch.cursor  # skipped or not, it was seen
-        seen += metrics
-        if isinstance(period, af.epochs):
-            due = batch.ends_epoch and state.cursor.epoch % period.count == 0
-        else:  # a skipped update has no number
-            due = state.step % period == 0 and state.step > before
-        if due:
-            told.append((seen.all_reduce_mean(state.world), state.step))
-            seen = af.Metrics({})
+        for period in periods:
+            seen[period] += metrics
+            if isinstance(period, af.epochs):
+                due = batch.ends_epoch and state.cursor.epoch % period.count == 0
+            else:  # a skipped update has no number
+                due = state.step % period == 0 and state.step > before
+            if due:
+                numbers |= named(period, seen[period].all_reduce_mean(state.world))
+                seen[period] = af.Metrics({})
+        if numbers:
+            told.append(([*numbers.items()], state.step))
         if not in_epochs and state.step == until:
             break
     return state, told
 
 
+def named(period: Any, means: Mapping[str, float]) -> dict[str, float]:
+    return {f"{name} in {period}": mean for name, mean in means.items()}
+
+
 @given(
     run=tame,
     until=ENDS,
-    period=PERIODS,
+    periods=st.lists(PERIODS, min_size=1, max_size=3, unique=True),
     size=st.integers(1, 2),
     skips=st.lists(st.booleans(), max_size=10),
 )
 def test_it_is_the_loop(
-    run: Run, until: Any, period: Any, size: int, skips: list[bool]
+    run: Run, until: Any, periods: list[Any], size: int, skips: list[bool]
 ) -> None:
     """The state has the same bits, and metrics are seen as often, each update's once."""
     skipped = frozenset(i for i, is_skipped in enumerate(skips) if is_skipped)
@@ -71,18 +82,25 @@ def test_it_is_the_loop(
 
     def fn(world: af.World) -> None:
         told: list[Any] = []
+        noted: list[int] = []
+
+        def note(state: af.TrainState, _: af.Metrics) -> None:
+            noted.append(state.step)
+
+        def mean(state: af.TrainState, metrics: af.Metrics, period: Any) -> Any:
+            return named(period, metrics.all_reduce_mean(state.world))
+
         state = af.run(
             run.state(world),
             af.make_step(LOSSES[run.loss]),
             until=until,
-            actions={
-                period: lambda state, metrics: metrics.all_reduce_mean(state.world)
-            },
-            track=lambda numbers, update: told.append((dict(numbers), update)),
+            actions={each: [partial(mean, period=each), note] for each in periods},
+            track=lambda numbers, step: told.append(([*numbers.items()], step)),
         )
-        expected, seen = by_hand(run.state(world), run, until, period)
+        expected, seen = by_hand(run.state(world), run, until, periods)
         assert differences(tensors(expected), tensors(state)) == []
         assert seen == told
+        assert {*noted} == {step for _, step in seen}
 
     simulate(size, fn)
 

@@ -2,8 +2,6 @@
 """What DeepSpeed's own engine saved on two processes goes on here, in any layout."""
 
 import importlib.util
-import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -15,6 +13,7 @@ import torch
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.ranks.commands import run
 from tests.ranks.programs_of_deepspeed import (
     KEPT,
     KINDS,
@@ -25,7 +24,6 @@ from tests.ranks.programs_of_deepspeed import (
     loss_of,
     optimizer_of,
 )
-from tests.waiting import HANGS
 
 NO_DEEPSPEED = importlib.util.find_spec("deepspeed") is None
 
@@ -34,6 +32,7 @@ pytestmark = [
     pytest.mark.slow(together=True),  # what DeepSpeed saved once
     pytest.mark.skipif(NO_DEEPSPEED, reason="DeepSpeed is missing"),
 ]
+ROOT = Path(__file__).parents[2]
 LAYOUTS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "alone": (1, ()),
     "ddp": (2, (af.shard_data(), af.wrap_ddp())),
@@ -45,25 +44,16 @@ LAYOUTS: dict[str, tuple[int, tuple[Any, ...]]] = {
 def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return folders that DeepSpeed saved, by the names of their kinds."""
     folder = tmp_path_factory.mktemp("deepspeed")
-    command = [sys.executable, "-m", "tests.ranks.programs_of_deepspeed", str(folder)]
     told = {
         "ACCELERATE_USE_DEEPSPEED": "true",
         "DS_ACCELERATOR": "cpu",
-        "LOCAL_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
-        "WORLD_SIZE": "2",
+        "LOCAL_SIZE": 2,
+        "TORCH_EXTENSIONS_DIR": folder / "extensions",
+        "WORLD_SIZE": 2,
     }
-    ended = subprocess.run(
-        command,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **told},
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=HANGS,
-    )
-    assert ended.returncode == 0, ended.stderr[-5000:]
+    module = "tests.ranks.programs_of_deepspeed"
+    code, _, error = run(sys.executable, "-m", module, folder, cwd=ROOT, **told)
+    assert code == 0, error[-5000:]
     return folder
 
 
@@ -106,8 +96,8 @@ def test_what_deepspeed_saved_goes_on(saves, kind, layout):
     """All is what the engine had, bitwise, and it trains as by hand, and as the engine did."""
     held = torch.load(saves / f"{kind}.pt")
     size, setup = LAYOUTS[layout]
-    run = partial(goes_on, folder=saves / kind, kind=kind, setup=setup)
-    ranks = simulate(size, run)
+    program = partial(goes_on, folder=saves / kind, kind=kind, setup=setup)
+    ranks = simulate(size, program)
     hand = dict(by_hand(kind).named_parameters())
     for there, after, cast in ranks:
         if kind.startswith("bf16"):

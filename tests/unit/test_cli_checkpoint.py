@@ -2,7 +2,6 @@
 """`accelfn checkpoint`: what it says of checkpoints is what is in them."""
 
 import errno
-import io
 import os
 import shutil
 import sys
@@ -19,6 +18,7 @@ from accelfn.testing import simulate
 from tests.checkpoints import STEP, X, damage
 from tests.golden import make as golden
 from tests.internals import main, read_manifest
+from tests.terminal import Terminal
 
 ONE, TWO = golden.FOLDER / "one-rank", golden.FOLDER / "two-ranks"
 
@@ -81,13 +81,6 @@ def refused(capsys, *words):
 
 
 # progress
-
-
-class Terminal(io.StringIO):
-    """A terminal, as far as anybody can tell."""
-
-    def isatty(self):
-        return True
 
 
 @pytest.mark.parametrize("act", ["verify", "export"])

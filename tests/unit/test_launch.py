@@ -138,26 +138,6 @@ def test_exit_code_is_that_of_the_first_to_fail(capfd, way, code, ending, detail
     assert lines[-1] == "rank 0 was ended by SIGTERM"
 
 
-@pytest.mark.parametrize(
-    ("words", "advice"),
-    [
-        (["0", __file__], "from 1 to 4096"),
-        (["-1", __file__], "from 1 to 4096"),
-        (["two", __file__], "'two'; expected a whole number from 1 to 4096, or 'auto'"),
-        (["2", "nowhere/train.py"], "no file 'nowhere/train.py'"),
-        (["2", SCRIPTS], "is a directory; pass a Python script"),
-    ],
-)
-def test_mistake_is_one_line_and_starts_nothing(capfd, words, advice):
-    """A command that cannot be is refused at once, with what to write instead."""
-    assert launch(*words) == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err.startswith("accelfn launch: ")
-    assert err.count("\n") == 1
-    assert advice in err
-
-
 def test_process_is_left_as_it_was(monkeypatch):
     """Launching changes neither the signal handlers, the environment nor torch's log."""
     log = logging.getLogger("torch.distributed.elastic")

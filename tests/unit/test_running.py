@@ -30,47 +30,6 @@ def never(state, batch):
     raise AssertionError(state, batch)
 
 
-def test_what_is_due_when():
-    """Each period by itself, in the order given; numbers of an update are tracked at once."""
-    done, tracked, weights = [], [], []
-
-    def weigh(_, metrics):
-        """Return nothing; what was seen since the last call is summed up."""
-        weights.append(float(metrics.sums["loss"].weight))
-
-    def say(what):
-        def action(state, metrics):
-            done.append((what, state.step))
-            assert metrics["loss"]
-            return {what: state.step}
-
-        return action
-
-    af.run(
-        fresh(),
-        STEP,
-        until=af.epochs(2),
-        actions={
-            af.epochs(1): say("epoch"),
-            2: [say("two"), say("also")],
-            af.epochs(2): weigh,
-            4: weigh,
-        },
-        track=lambda numbers, update: tracked.append((update, dict(numbers))),
-    )
-    assert done == [
-        *(("two", 2), ("also", 2), ("epoch", 3), ("two", 4), ("also", 4)),
-        *(("epoch", 6), ("two", 6), ("also", 6)),
-    ]
-    assert weights == [16.0, 24.0]
-    assert tracked == [
-        (2, {"two": 2, "also": 2}),
-        (3, {"epoch": 3}),
-        (4, {"two": 4, "also": 4}),
-        (6, {"epoch": 6, "two": 6, "also": 6}),
-    ]
-
-
 def test_an_update_that_was_skipped_is_not_done_twice(tmp_path):
     """Neither actions nor saves come again at a number at which they were done."""
     done = []

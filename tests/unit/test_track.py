@@ -7,7 +7,6 @@ import json
 import math
 import resource
 import signal
-import subprocess
 import sys
 import warnings
 
@@ -20,7 +19,8 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn.testing import simulate
 from tests.internals import flat
-from tests.waiting import HANGS
+from tests.ranks.commands import run
+from tests.terminal import Terminal
 
 WORLD = af.World.single(device="cpu")
 NAMES = st.text(min_size=1).filter(lambda name: name != "step")
@@ -176,10 +176,8 @@ def test_a_killed_process_loses_no_record(tmp_path):
         "for step in range(100): tracker({'loss': 1.0}, step)\n"
         "os.kill(os.getpid(), 9)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, check=False, timeout=HANGS
-    )
-    assert done.returncode == -signal.SIGKILL
+    done = run(sys.executable, "-c", code, cwd=tmp_path)
+    assert done[0] == -signal.SIGKILL
     assert list(af.track.read(tmp_path / "run.jsonl").times) == list(range(100))
 
 
@@ -228,7 +226,7 @@ def test_a_backend_that_fails_keeps_no_other_from_its_records(memory):
     broken = Broken()
     mine = af.track.custom(lambda: broken, name="mine", world=WORLD)
 
-    def run():
+    def train():
         with af.track.together(mine, memory) as tracker:
             for step in range(4):
                 tracker({"loss": 1.0}, step)
@@ -236,7 +234,7 @@ def test_a_backend_that_fails_keeps_no_other_from_its_records(memory):
 
     with pytest.warns(af.errors.TrackingWarning) as said:  # noqa: SIM117 - this order
         with pytest.raises(ZeroDivisionError):
-            run()
+            train()
     assert list(memory.backends["in_memory"].metrics["loss"]) == [0, 1, 2, 3]
     first, last = (str(each.message) for each in said)
     assert "mine failed to record the metrics of step 1: OSError" in first
@@ -272,7 +270,7 @@ def test_other_ranks_track_nothing_and_refuse_what_rank_0_refuses(tmp_path):
 @pytest.mark.slow
 def test_packages_are_imported_on_rank_0_alone():
     """Trackers of other ranks, and `af.track` itself, import none of the packages."""
-    code = (
+    program = (
         "import sys, torch, accelfn as af\n"
         "assert 'accelfn.track' not in sys.modules\n"
         "from accelfn.testing import simulate\n"
@@ -285,14 +283,8 @@ def test_packages_are_imported_on_rank_0_alone():
         "packages = {'wandb', 'comet_ml', 'mlflow', 'tensorboard', 'matplotlib'}\n"
         "sys.exit(' '.join(packages & set(sys.modules)) or None)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANGS,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    code, _, error = run(sys.executable, "-c", program)
+    assert (code, error) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -449,13 +441,6 @@ def test_a_file_that_cannot_be_had_is_named(path, tmp_path):
         said = rf"{place} cannot be read: .*{why}"
         with pytest.raises(af.errors.TrackingError, match=said):
             af.track.read(place)
-
-
-class Terminal(io.StringIO):
-    """A terminal, as far as anybody can tell."""
-
-    def isatty(self):
-        return True
 
 
 class Endless:
