@@ -15,7 +15,7 @@ from accelfn.errors import (
     RankCrashedError,
     SimulationError,
 )
-from accelfn.testing.comparing import assert_collectives, assert_states_equal
+from accelfn.testing.comparing import assert_states_equal
 from accelfn.testing.equivalence import assert_equivalent
 from accelfn.testing.laws import Problem
 from accelfn.testing.loops import Agreement, compare_loops, quantities
@@ -34,7 +34,7 @@ from accelfn.testing.simulation.calls import (
     Terminate,
 )
 from accelfn.testing.simulation.plan import Run
-from accelfn.testing.step_laws import check_resume, check_step
+from accelfn.testing.step_laws import check_step
 from accelfn.testing.traffic import Link, Traffic, communication
 from accelfn.testing.transform_laws import check_transform
 
@@ -59,10 +59,8 @@ __all__ = [
     "Stall",
     "Terminate",
     "Traffic",
-    "assert_collectives",
     "assert_equivalent",
     "assert_states_equal",
-    "check_resume",
     "check_step",
     "check_transform",
     "communication",
