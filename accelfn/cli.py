@@ -81,8 +81,6 @@ def parser() -> argparse.ArgumentParser:
         return command
 
     _add_launching(add)
-    replay = add(_replay, "run a failed step again from its crash bundles")
-    replay.add_argument("directory", help="the directory with the crash bundles")
     _add_acts(add(_checkpoint, "list, verify or export checkpoints"))
     traffic = add(_traffic, "show what each update sends on any number of ranks")
     traffic.add_argument(
@@ -232,18 +230,6 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 # Each subcommand; the docstring is the text of its `--help`.
-
-
-def _replay(words: argparse.Namespace) -> int:
-    """Run a failed step again in this process, on simulated ranks.
-
-    The crash bundles were written by accelfn.testing.crash_bundles. The error is raised again.
-    """
-    from accelfn.testing.plugin import replay  # noqa: PLC0415  slow, rarely needed
-
-    sys.path.insert(0, "")  # so that modules in the current directory can be imported
-    replay(words.directory)
-    return 0
 
 
 def _checkpoint(words: argparse.Namespace) -> int:

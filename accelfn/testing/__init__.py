@@ -19,7 +19,6 @@ from accelfn.testing.comparing import assert_states_equal
 from accelfn.testing.equivalence import assert_equivalent
 from accelfn.testing.laws import Problem
 from accelfn.testing.loops import Agreement, compare_loops, quantities
-from accelfn.testing.plugin import crash_bundles, replay
 from accelfn.testing.processes import RankError, run_processes
 from accelfn.testing.simulate import simulate
 from accelfn.testing.simulation.calls import (
@@ -65,9 +64,7 @@ __all__ = [
     "check_transform",
     "communication",
     "compare_loops",
-    "crash_bundles",
     "quantities",
-    "replay",
     "run_processes",
     "simulate",
 ]

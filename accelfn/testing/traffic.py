@@ -405,24 +405,13 @@ def _program(word: str) -> Program:
 
 
 def _file(path: Path) -> ModuleType:
-    module = import_script(path) if arguments.is_file(path) else None
-    if module is None:
+    """Import a script under another name, so that `if __name__ == "__main__"` does not run."""
+    spec = importlib.util.spec_from_file_location(f"script {path}", path)
+    if not arguments.is_file(path) or spec is None or spec.loader is None:
         msg = f"The file {path} does not exist. Write the path from the current directory."
         raise ArgumentError(msg)
-    return module
-
-
-def import_script(path: Path) -> ModuleType | None:
-    """Import a script under another name, so that `if __name__ == "__main__"` does not run.
-
-    Return None if Python cannot import files with this suffix.
-    """
-    name = f"script {path}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        return None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up their module here
+    sys.modules[spec.name] = module  # dataclasses look up their module here
     sys.path.insert(0, str(path.parent))  # as `python script.py` does
     spec.loader.exec_module(module)
     return module
