@@ -1,12 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """However ranks go in the middle of a save, no checkpoint is lost, and the others say who."""
 
+import ctypes
+import os
 import re
+import resource
+import signal
+import sys
 import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
 
 import attrs
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +28,111 @@ import accelfn as af
 from tests.internals import RankProcess
 from tests.laws.states import is_of, state_of
 from tests.ports import free_port
-from tests.ranks.programs_of_saves import SLOW, WAYS, Moment, live
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
+WAYS: dict[str, Callable[[], object]] = {
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "segfault": lambda: ctypes.string_at(0),
+    "os._exit": lambda: os._exit(3),
+    "sys.exit": lambda: sys.exit(3),
+    "MemoryError": lambda: _raise(MemoryError()),
+    "ValueError": lambda: _raise(ValueError("boom")),
+    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": lambda: time.sleep(600),
+}
+SLOW = ("SIGSTOP", "hang")
+"""What no other rank sees before its timeout."""
+
+
+@attrs.frozen
+class Moment:
+    """When ranks go, and how: each at one of its own acts.
+
+    Attributes:
+        how: they go.
+        ranks: that do.
+        at: how many acts each has done before, of its disk and its collectives.
+        late: whether it goes behind that act.
+    """
+
+    how: str
+    ranks: tuple[int, ...]
+    at: int
+    late: bool
+
+
+@contextmanager
+def going(moment: Moment, tell: Callable[[], object]) -> Iterator[None]:
+    """Go at an act, in whichever thread does it."""
+    acts, turn = count(), threading.Lock()
+
+    def watched(act: Any) -> Any:
+        def acts_(*args: Any, **kwargs: Any) -> Any:
+            with turn:
+                is_it = next(acts) == moment.at
+            if is_it and not moment.late:
+                tell()
+                WAYS[moment.how]()
+            found = act(*args, **kwargs)
+            if is_it and moment.late:
+                tell()
+                WAYS[moment.how]()
+            return found
+
+        return acts_
+
+    names = ("open", "rename", "mkdir", "unlink", "touch", "rmdir")
+    changed = [(Path, name) for name in names]
+    with ExitStack() as stack:
+        for owner, name in [*changed, (os, "fsync"), (dist, "all_gather")]:
+            new = watched(getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, new))
+        yield
+
+
+def live(rank, size, port, folder, moment, async_, seconds, pipe) -> None:
+    """Save step after step; send when this rank goes, and how it ended."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it
+    torch.set_num_threads(1)
+    place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.dup2(os.open(f"{folder}/said-by-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    goes = rank in moment.ranks
+    ended, world = "returned", None
+    with ExitStack() as stack:
+        try:
+            world = af.World.from_env(device="cpu", timeout=60)
+            world.connection.set_timeout(seconds)  # from here on, once all have met
+            if goes:
+                tell = lambda: pipe.send("goes")  # noqa: E731
+                stack.enter_context(going(moment, tell))
+            with world, af.CheckpointStore(f"{folder}/run", keep=2, async_=async_) as s:
+                _save_on(s, world, Path(folder, f"saved-by-{rank}"))
+        except BaseException as error:  # noqa: BLE001 - told to the parent
+            ended = f"{type(error).__name__}: {error}"
+        pipe.send(ended)
+    if world is not None:
+        world.close()  # as the interpreter's end would
+
+
+def _save_on(store: af.CheckpointStore, world: af.World, saved: Path) -> None:
+    """Save until a rank goes, and keep a list of the steps that were said to be saved."""
+    saved.touch()
+    for step in range(1, 100):
+        store.save(state_of(step, world))
+        if step % 3:  # else training goes on, and the next save waits
+            store.wait()
+            with open(saved, "a", encoding="utf-8") as file:  # noqa: PTH123 - no act
+                file.write(f"{step}\n")
+
 
 PATIENCE = 60.0
 """Seconds after which a rank counts as hanging, on however busy a machine."""
