@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that are split, on real processes: as on simulated ranks, and as torch alone."""
+"""Models that are split, on real processes: as on simulated ranks."""
 
 import tempfile
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from itertools import islice
@@ -16,19 +15,16 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.fsdp import fully_shard
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.internals import fold_axes
+from tests.laws import parallel_layers
 from tests.laws.layers_of_megatron import HEAD_NORMS, MegatronSpeech
 from tests.laws.long_texts import Text, engines, loss_of_tokens, texts
-from tests.laws.parallel_layers import DDP, FSDP, PLAN, Lying, Speech, speeches
-from tests.laws.split_models import LOSSES, OPTIMIZERS, Net, Run, runs, wraps
+from tests.laws.parallel_layers import DDP, FSDP, Lying, Speech, speeches
+from tests.laws.split_models import LOSSES, Run, runs, wraps
 from tests.laws.test_shard_init import Drawing, drawings, drawn_in
 from tests.processes import run_ranks
-from tests.ranks import programs_of_layers
-from tests.ranks.programs_of_layers import by_accelfn
 from tests.strategies import differences, tensors
 
 pytestmark = pytest.mark.ranks(2)
@@ -57,36 +53,6 @@ class Training:
         loaded = af.load(self.run.state(world, self.wrap), place)
         held_out = af.evaluate(loaded, self.run.data(), LOSSES[self.run.loss])
         return [*seen, tensors(loaded), held_out]
-
-
-def by_hand(world: af.World, run: Run) -> dict[str, torch.Tensor]:
-    """Train with torch's fully_shard and optimizer alone, as its tutorial does.
-
-    Each rank has as many samples of a batch, so the mean over ranks is that over samples.
-    """
-    torch.manual_seed(run.seed)
-    net = Net(run.dtype, in_list=run.in_list)
-    values = run.state(af.World()).params
-    net.load_state_dict({**net.state_dict(), **values})
-    whole = {param for param in net.parameters() if not param.ndim}
-    mesh = fold_axes(world).mesh
-    for unit in net.blocks:
-        fully_shard(unit, mesh=mesh)
-    fully_shard(net, mesh=mesh, ignored_params=whole)
-    optimizer = OPTIMIZERS[run.optimizer](
-        [(n, p) for n, p in net.named_parameters() if p.requires_grad]
-    )
-    for batch in run.batches(run.state(af.World()), UPDATES):
-        share = [value.tensor_split(world.size)[world.rank] for value in batch.value]
-        LOSSES["mean"](net, share).backward()
-        for param in whole:
-            param.grad = af.all_reduce(param.grad, world, op="mean")
-        optimizer.step()
-        optimizer.zero_grad()
-    return {
-        name: getattr(param, "full_tensor", lambda param=param: param)().detach()
-        for name, param in net.named_parameters()
-    }
 
 
 def swaps(world: af.World) -> int:
@@ -184,10 +150,10 @@ def test_split_sequences_train_as_on_gloo(text: Text, engine: object) -> None:
 @given(speech=speeches(), engine=st.sampled_from([DDP, *FSDP]))
 def test_split_layers_train_as_on_gloo(speech: Speech, engine: Any) -> None:
     """States and metrics of two ranks, and of two pairs of them, bitwise or up to rounding."""
-    pair = partial(by_accelfn, speech=speech, lying=Lying({"tp": 2}))
+    pair = partial(spoken, speech=speech, lying=Lying({"tp": 2}))
     simulate(2, pair, axes={"tp": 2}, also="processes")
     lying = Lying(PAIRS, engine)
-    on_four_ranks(partial(by_accelfn, speech=speech, lying=lying), PAIRS)
+    on_four_ranks(partial(spoken, speech=speech, lying=lying), PAIRS)
 
 
 @settings(max_examples=5)
@@ -214,69 +180,22 @@ def test_layers_of_megatron_train_as_on_gloo(
 ) -> None:
     """Two pairs of real processes, up to rounding."""
     lying = Lying(PAIRS, engine)
-    on_four_ranks(partial(by_accelfn, speech=speech, lying=lying), PAIRS)
+    on_four_ranks(partial(spoken, speech=speech, lying=lying), PAIRS)
 
 
-def megatron_by_hand(world: af.World, speech: MegatronSpeech) -> Any:
-    """Train by Megatron's layers alone, which are imported without what they say of it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from tests.ranks import programs_of_megatron
+def trained(state: af.TrainState, loss_fn: Any) -> dict[str, Any]:
+    """Return the parameters after two updates, and the metrics of the last."""
+    step, metrics = af.make_step(loss_fn), af.Metrics({})
+    for batch in islice(af.batches(state), 2):
+        state, metrics = step(state, batch)
+    means = metrics.all_reduce_mean(state.world)
+    return {**af.full_params(state, at="train"), **means}
 
-        return programs_of_megatron.by_hand(world, speech)
+
+def spoken(world: af.World, speech: Speech, lying: Lying) -> dict[str, Any]:
+    state = speech.state(world, *lying.setup(speech.plan))
+    return trained(state, parallel_layers.loss_of_tokens)
 
 
 def read(world: af.World, text: Text, engine: object) -> dict[str, Any]:
-    """Return the parameters after two updates, and the metrics of the last."""
-    state = text.state(world, engine, text.sharing)
-    step, metrics = af.make_step(loss_of_tokens), af.Metrics({})
-    for batch in islice(af.batches(state), 2):
-        state, metrics = step(state, batch)
-    return {**af.full_params(state, at="train"), **metrics.all_reduce_mean(world)}
-
-
-def trained(world: af.World, run: Run) -> dict[str, torch.Tensor]:
-    state, step = run.state(world, af.wrap_fsdp()), af.make_step(LOSSES[run.loss])
-    for batch in run.batches(state, UPDATES):
-        state, _ = step(state, batch)
-    return af.full_params(state, at="train")
-
-
-def of_layers(size: int) -> tuple[Any, Any]:
-    speech, lying = Speech(6, 3, PLAN), Lying({"tp": size})
-    ours = partial(by_accelfn, speech=speech, lying=lying)
-    return ours, partial(programs_of_layers.by_hand, speech=speech)
-
-
-def of_megatron(size: int, *, tied: bool) -> tuple[Any, Any]:
-    speech = MegatronSpeech(6, 3, HEAD_NORMS, tied=tied)
-    ours = partial(by_accelfn, speech=speech, lying=Lying({"tp": size}))
-    return ours, partial(megatron_by_hand, speech=speech)
-
-
-def of_fsdp(_: int, *, optimizer: str) -> tuple[Any, Any]:
-    run = Run(8, 8, "mean", optimizer, in_list=True, micro=1)
-    return partial(trained, run=run), partial(by_hand, run=run)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(
-    "programs",
-    [
-        of_layers,
-        *(partial(of_megatron, tied=tied) for tied in (False, True)),
-        *(partial(of_fsdp, optimizer=optimizer) for optimizer in ("momentum", "adamw")),
-    ],
-    ids=["layers", "megatron", "megatron tied", "fsdp momentum", "fsdp adamw"],
-)
-def test_a_loop_by_hand_does_the_same(programs, size):
-    """torch's parallelize_module and fully_shard, and Megatron's layers, on real processes."""
-    ours, theirs = programs(size)
-    axes = ours.keywords["lying"].axes if "lying" in ours.keywords else None
-    for one, other in zip(
-        run_ranks(size, ours, axes=axes),
-        run_ranks(size, theirs, axes=axes),
-        strict=True,
-    ):
-        params = {name: value for name, value in one.items() if name in other}
-        assert differences(other, params, within=1e-12) == []
+    return trained(text.state(world, engine, text.sharing), loss_of_tokens)
