@@ -152,13 +152,6 @@ def test_ranks_agree(place):
         assert differences(expected[rank][1], state) == []
 
 
-@pytest.mark.ranks(3)
-def test_three_ranks_agree():
-    """Two ranks run out of memory at sizes of their own."""
-    found = run_ranks(3, search, [9, 16, 3], 12, "backward")
-    assert [each[0] for each in found] == [[12, 6, 3]] * 3
-
-
 @pytest.mark.ranks(2)
 def test_another_error_is_the_one_that_is_shown():
     """A rank that raises something else ends the other's waiting, and is the culprit."""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls on which Gloo waits, aborts or is silently wrong are named errors in a checked world."""
 
-import os
-
 import pytest
 
 import accelfn as af
@@ -34,21 +32,3 @@ def test_the_same_calls_give_what_they_give_unchecked():
     """No call is refused that all ranks make, whatever each of them gives."""
     same = [(name, name) for name in NAMES]
     assert run_ranks(2, meet_all, same) == [[""] * len(NAMES)] * 2
-
-
-def from_environment(world: af.World) -> tuple[bool, bool, str]:
-    """Join the world that is open already as a checked one."""
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
-    asking = af.World.from_env(checked=True)
-    try:
-        af.all_reduce(CALLS["reduce 3"](world), asking, ("sum", "max")[world.rank])
-    except af.errors.CollectiveMismatchError as error:
-        return world.checked, asking.checked, str(error)
-    return world.checked, asking.checked, ""
-
-
-def test_a_checked_world_is_asked_for():
-    """`World.from_env(checked=True)` checks; no other does."""
-    for plain, asked, told in run_ranks(2, from_environment):
-        assert (plain, asked) == (False, True)
-        assert "do not match in reduction" in told

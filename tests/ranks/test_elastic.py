@@ -3,14 +3,13 @@
 
 import json
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import accelfn as af
-from accelfn.testing import Crash, run_processes, simulate
+from accelfn.testing import Crash, simulate
 from tests.laws.elastic import elastic
 from tests.ranks import programs_of_elastic as programs
 from tests.ranks.commands import LAUNCH, SCRIPTS, run
@@ -111,16 +110,3 @@ def test_where_too_few_are_left_the_run_ends(tmp_path):
     code, found, error = launched("2:2", "ddp", 1, tmp_path)
     assert (code, found) == (137, [])
     assert "rank 1 failed first (killed by SIGKILL" in error
-
-
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize(
-    ("setup", "total", "givers", "size"),
-    [("local sgd", 3, 3, 1), ("ddp", 3, 1, 3), ("diloco", 2, 2, 2)],
-)
-def test_a_state_is_moved_between_processes(setup, total, givers, size, tmp_path):
-    """On more, fewer or as many ranks it is what a load gives them, and goes on so."""
-    fn = partial(
-        programs.moved, setup=setup, givers=givers, size=size, folder=str(tmp_path)
-    )
-    assert list(run_processes(total, fn)) == [[[], []]] * total

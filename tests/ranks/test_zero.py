@@ -457,7 +457,7 @@ def mistakes(world: af.World, stage: int) -> None:
     }
     if stage == 3:
         refused[penalised] = LossError, "had not gathered"
-        for loss in (normed, logged, stacked, named):
+        for loss in (logged, *map(added, NORMS.values())):
             refused[loss] = LossError, "parameter 'scale' that DeepSp"
         af.value_and_grad(asking)(each.state(world), batch)
     for loss, (kind, said) in refused.items():
@@ -469,14 +469,17 @@ def first_layer(net: Any, batch: Any) -> torch.Tensor:
     return net.first(batch[0]).square().mean()
 
 
-def penalised(net: Any, batch: Any) -> torch.Tensor:
-    """Use parameters that stage 3 has not gathered."""
-    return MEAN(net, batch) + sum(p.square().sum() for p in net.parameters())
+def added(norm: Callable[[Any], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a loss that adds what stage 3 has not gathered, of which a norm would be 0."""
+    return lambda net, batch: MEAN(net, batch) + norm(net)
 
 
-def normed(net: Any, batch: Any) -> torch.Tensor:
-    """Add what would be 0."""
-    return MEAN(net, batch) + sum(p.norm() for p in net.parameters())
+penalised = added(lambda net: sum(p.square().sum() for p in net.parameters()))
+NORMS = {
+    "of each": lambda net: sum(p.norm() for p in net.parameters()),
+    "by name": lambda net: torch.linalg.vector_norm(x=next(net.parameters())),
+    "of a list": lambda net: sum(torch._foreach_norm([*net.parameters()])),
+}
 
 
 def logged(net: Any, batch: Any) -> af.Loss:
@@ -484,16 +487,6 @@ def logged(net: Any, batch: Any) -> af.Loss:
     with torch.no_grad():
         norm = torch.norm(next(iter(net.state_dict(keep_vars=True).values())))
     return af.Loss(MEAN(net, batch), 1, norm=norm)
-
-
-def named(net: Any, batch: Any) -> torch.Tensor:
-    """Add what would be 0, of an argument by name."""
-    return MEAN(net, batch) + torch.linalg.vector_norm(x=next(net.parameters()))
-
-
-def stacked(net: Any, batch: Any) -> torch.Tensor:
-    """Add what would be 0, of a list."""
-    return MEAN(net, batch) + sum(torch._foreach_norm([*net.parameters()]))
 
 
 def asking(net: Any, batch: Any) -> torch.Tensor:

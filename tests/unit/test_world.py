@@ -61,6 +61,8 @@ def test_world_of_one_opens_and_closes_a_group(env):
             pass  # a part is closed with its world
         assert dist.is_initialized()
         assert world.group is dist.group.WORLD
+        asking = af.World.from_env(device="cpu", checked=True)
+        assert (world.checked, asking.checked) == (False, True)
     assert not dist.is_initialized()
     world.close()  # twice is once
 
