@@ -45,14 +45,8 @@ BAD: dict[str, list[Any]] = {
     "rdzv_id": [""],
     "join_timeout": [0.5, 1000001, "soon"],
     "axes": [
-        "",
-        "dp=2",
-        "dp_shard",
-        "tp=0",
-        "tp=x",
-        "pp=2",
-        "tp=-1,cp=-1",
-        "tp=1,tp=1",
+        *("", "dp=2", "dp_shard", "tp=0", "tp=x", "pp=2"),
+        *("tp=-1,cp=-1", "tp=1,tp=1"),
     ],
     "max_restarts": [-1, "often"],
     "elastic": ["4", "3:2", "0:2", "", "2:x"],
@@ -161,14 +155,8 @@ def test_a_launch_is_what_its_settings_say(
     with lent() as root:
         path = root / "settings.toml"
         path.write_text(edit_settings("", file), encoding="utf-8")
-        sources = {
-            name: "command line"
-            if name in line
-            else str(path)
-            if name in file
-            else "default"
-            for name in OPTIONS
-        }
+        sources = dict.fromkeys(OPTIONS, "default")
+        sources |= dict.fromkeys(file, str(path)) | dict.fromkeys(line, "command line")
         out, err = StringIO(), StringIO()
         with (
             redirect_stdout(out),

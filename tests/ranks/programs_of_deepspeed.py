@@ -20,7 +20,6 @@ SAVED, AFTER = 3, 2
 X = torch.linspace(-1, 1, (SAVED + AFTER) * 4 * 3).view(-1, 4, 3).sin()
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw-1": ("adamw", {"stage": 1}),
-    "momentum-1": ("momentum", {"stage": 1}),
     "adamw-2": ("adamw", {"stage": 2}),
     "momentum-2": ("momentum", {"stage": 2}),
     "adamw-3": ("adamw", {"stage": 3}),

@@ -53,12 +53,6 @@ def draws(world: af.World) -> dict[str, Any]:
     }
 
 
-def modes(world: af.World) -> dict[str, Any]:
-    weight = torch.ones(2, 2, requires_grad=True)
-    product = weight @ torch.ones(2, 2)
-    return {"product": product, "grad": product.requires_grad, "rank": world.rank}
-
-
 def fails_on_processes(world: af.World) -> None:
     if on_process(world):
         raise KeyError("only here")
@@ -367,17 +361,6 @@ def test_generators_are_seeded_alike(seed):
     """Each rank draws in a process what it draws in a simulated world."""
     run = on_both(2, draws, seed=seed)
     assert run[0]["python"] != run[1]["python"]
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [torch.no_grad, partial(torch.autocast, "cpu", torch.bfloat16)],
-    ids=["no_grad", "autocast"],
-)
-def test_modes_are_the_callers(mode):
-    """Processes compute under the modes of whoever simulates."""
-    with mode():
-        on_both(2, modes)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import accelfn as af
-from tests.internals import RankProcess, connection
+from tests.internals import connection
 from tests.ports import free_port
+from tests.processes import ranks_alone
 from tests.waiting import HANGS
 
 SECONDS = 3.0
@@ -113,19 +114,10 @@ HOW = {
 
 def outcomes(size: int, calls: list[str], fault: Fault, opens: str) -> list[str]:
     """Return how each rank but the one that goes ends, in a world of new processes."""
-    port = free_port()
-    ranks = [
-        RankProcess.start(
-            live, rank, size, port, calls, fault, opens, name=f"rank {rank}"
-        )
-        for rank in range(size)
-    ]
-    try:
+    args = size, free_port(), calls, fault, opens
+    with ranks_alone(size, live, *args) as ranks:
         others = [each for i, each in enumerate(ranks) if i != fault.rank]
         return [r.pipe.recv() if r.pipe.poll(HANGS) else "hangs" for r in others]
-    finally:
-        for each in ranks:
-            each.end()
 
 
 @pytest.mark.ranks(4)

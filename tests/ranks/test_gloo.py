@@ -28,6 +28,7 @@ import accelfn as af
 from accelfn.testing import Crash, simulate
 from tests.internals import Connection as WorldConnection
 from tests.internals import RankProcess, open_groups, sum_
+from tests.processes import ranks_alone
 from tests.waiting import HANGS
 
 pytestmark = pytest.mark.ranks(4)
@@ -297,17 +298,11 @@ class Outcome:
 
 
 def outcomes(size: int, number: int) -> list[Outcome]:
-    with tempfile.TemporaryDirectory() as folder:
-        args = (folder, size, number)
-        ranks = [
-            RankProcess.start(live, rank, *args, name=f"fresh rank {rank}")
-            for rank in range(size)
-        ]
-        try:
-            return wait_for(ranks, Path(folder))
-        finally:
-            for rank in ranks:
-                rank.end()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ranks_alone(size, live, folder, size, number) as ranks,
+    ):
+        return wait_for(ranks, Path(folder))
 
 
 def wait_for(ranks: list[RankProcess], folder: Path) -> list[Outcome]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import accelfn as af
 from accelfn.testing import RankError, processes, run_processes
+from tests.ranks.commands import run
 from tests.waiting import HANGS, is_gone, wait_until
 
 pytestmark = pytest.mark.ranks(2)
@@ -80,16 +81,13 @@ def raise_alone(world: af.World) -> None:
 
 
 def end(world: af.World, how: str) -> None:
-    if world.rank == 1:
+    """End rank 1, or broadcast more than the others expect, which Gloo answers with an abort."""
+    if how == "abort":
+        dist.broadcast(torch.ones(3 - world.rank), src=0, group=world.group)
+    elif world.rank == 1:
         if how == "exit":
             os._exit(7)
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier(group=world.group)
-
-
-def send_too_much(world: af.World) -> None:
-    """Broadcast more than the others expect, which Gloo answers with an abort."""
-    dist.broadcast(torch.ones(3 - world.rank), src=0, group=world.group)
     dist.barrier(group=world.group)
 
 
@@ -186,18 +184,17 @@ def test_a_rank_that_raises_ends_those_that_wait():
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("exit", "ended with exit code 7"), ("kill", "ended by SIGKILL")]
+    ("how", "said"),
+    [
+        ("exit", "ended with exit code 7"),
+        ("kill", "ended by SIGKILL"),
+        ("abort", "ended by SIGABRT.*with simulate"),
+    ],
 )
 def test_a_rank_that_ends_is_named(how, said):
-    """Its end comes before what the rank that waited for it says."""
+    """Its end comes before what the rank that waited for it says; Gloo's abort is explained."""
     with pytest.raises(RankError, match=rf"(?s)^Rank 1 of 2 failed first:\n.*{said}"):
         run_processes(2, end, how)
-
-
-def test_an_abort_of_gloo_is_explained():
-    """A process that Gloo aborts raises nothing; the error says why that may be."""
-    with pytest.raises(RankError, match="(?s)Rank 1.*ended by SIGABRT.*with simulate"):
-        run_processes(2, send_too_much)
 
 
 def test_ranks_that_never_return_are_ended(tmp_path):
@@ -237,18 +234,11 @@ if len(sys.argv) > 1:
 
 def test_a_script_needs_no_guard_and_ends():
     """Ranks neither run the script again nor outlive it; what it defines is refused."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=HANGS,
-        check=True,
-    )
-    first, second = done.stdout.splitlines()
+    code, out, error = run(sys.executable, "-c", SCRIPT, cwd=ROOT)
+    first, second = out.splitlines()
     assert first == "[0, 1]"
     assert second.startswith("mine is defined in the running script or session")
-    assert done.stderr == ""
+    assert (code, error) == (0, "")
 
 
 def test_ranks_do_not_outlive_a_caller_that_is_killed(tmp_path):

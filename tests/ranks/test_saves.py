@@ -28,6 +28,7 @@ import accelfn as af
 from tests.internals import RankProcess
 from tests.laws.states import is_of, state_of
 from tests.ports import free_port
+from tests.processes import ranks_alone
 
 
 def _raise(error: BaseException) -> NoReturn:
@@ -161,19 +162,12 @@ def cases(draw: st.DrawFn) -> Case:
 
 def ends(case: Case, folder: str) -> list[str]:
     """Let ranks go; return how each of the others ended."""
-    args = (free_port(), folder, case.moment, case.async_, case.timeout)
-    ranks = [
-        RankProcess.start(live, rank, case.size, *args, name=f"rank {rank}")
-        for rank in range(case.size)
-    ]
-    try:
+    args = case.size, free_port(), folder, case.moment, case.async_, case.timeout
+    with ranks_alone(case.size, live, *args) as ranks:
         for rank in case.moment.ranks:
             received(ranks[rank])
         left = {*range(case.size)} - {*case.moment.ranks}
         return [received(ranks[rank]) for rank in left]
-    finally:
-        for each in ranks:
-            each.end()
 
 
 def received(rank: RankProcess) -> str:

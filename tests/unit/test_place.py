@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-import accelfn as af
 from accelfn.errors import WorldError
 from tests.internals import asked_size, read_place
 from tests.ranks.commands import run
@@ -267,15 +266,6 @@ def test_an_environment_that_says_too_little_or_contradicts_itself(env, words):
     """What is missing is named, values that cannot be together are shown, nothing is made up."""
     with pytest.raises(WorldError, match=words):
         read_place(env)
-
-
-@pytest.mark.parametrize("env", [OPEN_MPI, SLURM])
-def test_single_does_not_hide_a_world_of_many(env, monkeypatch):
-    """World.single() is refused to a rank of mpirun or srun, too."""
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(af.errors.WorldError, match=r"is \d: each of the"):
-        af.World.single(device="cpu")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from contextlib import redirect_stderr
+from functools import partial
 from io import StringIO
 
 import attrs
@@ -20,6 +21,7 @@ from accelfn.errors import AccelfnWarning, ArgumentError, PeerFailedError, World
 from tests.internals import Connection, RollCall, meeting, read_place, world
 from tests.ports import free_port
 from tests.states import linear_state
+from tests.unit.test_place import OPEN_MPI, SLURM
 
 NAMES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -162,20 +164,15 @@ def test_what_is_missing_malformed_or_contradictory(env, variables, options, wor
     assert not dist.is_initialized()
 
 
-def test_a_world_of_one_does_not_hide_a_world_of_many(env):
-    """World.single() under WORLD_SIZE=2 is refused, and World() warns: ranks train alone."""
-    env(RANK=0, WORLD_SIZE=2)
-    with pytest.raises(WorldError, match=r"WORLD_SIZE is 2.*from_env"):
-        af.World.single(device="cpu")
-    with pytest.warns(AccelfnWarning, match=r"WORLD_SIZE is 2.*from_env"):
+@pytest.mark.parametrize("launched", [TWO, OPEN_MPI, SLURM], ids=["two", "mpi", "srun"])
+def test_a_world_of_one_does_not_hide_a_world_of_many(env, launched):
+    """World.single() and create without world= are refused, and World() warns."""
+    env(**launched)
+    for alone in (partial(af.World.single, device="cpu"), linear_state):
+        with pytest.raises(WorldError, match=r"is \d: each of the.*from_env"):
+            alone()
+    with pytest.warns(AccelfnWarning, match=r"is \d.*from_env"):
         af.World()
-
-
-def test_create_without_a_world_does_not_hide_a_world_of_many(env):
-    """TrainState.create without world= is refused where the environment has two ranks."""
-    env(RANK=0, WORLD_SIZE=2)
-    with pytest.raises(WorldError, match=r"WORLD_SIZE is 2.*from_env"):
-        linear_state()
 
 
 @no_gpu

@@ -4,7 +4,8 @@
 Samples are shuffled and dropped out, in each process as in any other.
 
 stops.py DIRECTORY UPDATES [TIMEOUT] [UNTIL]: stops after so many updates. With UNTIL, waits after
-update 6 until that file is there, so that a test can do things then.
+update 6 until that file is there, so that a test can do things then; if UNTIL is "fails", the last
+rank fails there, once.
 """
 
 import hashlib
@@ -19,6 +20,7 @@ from torch import nn
 import accelfn as af
 
 directory, updates, timeout, until = *sys.argv[1:], *("60", "")[len(sys.argv) - 3 :]
+failed = Path(directory, "failed")
 torch.set_num_threads(1)
 with af.World.from_env(device="cpu", timeout=60) as world:
     world.connection.set_timeout(float(timeout))  # from here on, once all have met
@@ -44,7 +46,12 @@ with af.World.from_env(device="cpu", timeout=60) as world:
                 store.save(state)
             if asked or state.step == int(updates):
                 break
-            if until and state.step == 6:
+            if until == "fails" and state.step == 6:
+                store.wait()
+                if world.rank == world.size - 1 and not failed.exists():
+                    failed.touch()
+                    raise ValueError("out of luck")
+            elif until and state.step == 6:
                 store.wait()
                 sys.stdout.write(f"rank {world.rank} waits\n")
                 while not Path(until).exists():
