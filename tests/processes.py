@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a test's function on real Gloo ranks, or start processes that open a world themselves."""
 
+import resource
+import signal
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -9,7 +11,7 @@ from accelfn.testing import RankError, run_processes
 from tests.internals import RankProcess
 from tests.waiting import HANGS
 
-__all__ = ["RankError", "ranks_alone", "run_ranks"]
+__all__ = ["RankError", "limit_files", "ranks_alone", "run_ranks"]
 
 run_ranks = partial(run_processes, timeout=HANGS)
 """`run_processes` with the time limit of the tests."""
@@ -29,3 +31,16 @@ def ranks_alone(
     finally:
         for each in ranks:
             each.end()
+
+
+@contextmanager
+def limit_files(size: int) -> Generator[None]:
+    """Let this process write no file larger than this, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)

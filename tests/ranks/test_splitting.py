@@ -109,32 +109,29 @@ def on_four_ranks(program: Any, axes: dict[str, int], within: float = 1e-12) -> 
             assert differences(*numbers, within=within) == []
 
 
-together = st.just(af.identity())
 apart = st.builds(af.local_sgd, sync_every=st.integers(1, 2), opt_state=st.booleans())
+copies = st.builds(af.chain, wraps, st.just(af.identity()) | apart) | st.builds(
+    lambda axis, every: af.chain(af.wrap_ddp(within=axis), every),
+    st.sampled_from(["dp_shard", "dp_replicate"]),
+    apart,
+)
 
 
 @pytest.mark.parametrize(
     ("dtype", "near"), [(torch.float64, 1e-12), (torch.float32, 1e-5)]
 )
-@settings(max_examples=4)
-@given(run=runs(), wrap=wraps, copies=together | apart)
-def test_copies_of_split_models_train_as_on_gloo(
-    dtype: torch.dtype, near: float, run: Run, wrap: object, copies: object
+@settings(max_examples=5)
+@given(run=runs(), setup=copies)
+def test_copies_train_as_on_gloo(
+    dtype: torch.dtype, near: float, run: Run, setup: object
 ) -> None:
-    """Up to rounding: torch divides by the number of ranks otherwise in 32 bits than in 64."""
+    """Four ranks compare and evaluate together; copies may be split, or train apart.
+
+    Up to rounding: torch divides by the number of ranks otherwise in 32 bits than in 64.
+    """
     run = attrs.evolve(run, dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
-        training = Training(run, af.chain(wrap, copies), SQUARE, folder)
-        on_four_ranks(training, SQUARE, within=near)
-
-
-@settings(max_examples=3)
-@given(run=runs(), axis=st.sampled_from(["dp_shard", "dp_replicate"]), every=apart)
-def test_workers_train_as_on_gloo(run: Run, axis: str, every: object) -> None:
-    """As copies that are split: four ranks compare and evaluate together."""
-    with tempfile.TemporaryDirectory() as folder:
-        setup = af.chain(af.wrap_ddp(within=axis), every)
-        on_four_ranks(Training(run, setup, SQUARE, folder), SQUARE)
+        on_four_ranks(Training(run, setup, SQUARE, folder), SQUARE, within=near)
 
 
 @settings(max_examples=5)

@@ -5,8 +5,6 @@ import errno
 import io
 import json
 import math
-import resource
-import signal
 import sys
 import warnings
 
@@ -19,6 +17,7 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn.testing import simulate
 from tests.internals import flat
+from tests.processes import limit_files
 from tests.ranks.commands import run
 from tests.terminal import Terminal
 
@@ -175,10 +174,7 @@ def test_a_full_disk_ends_no_training(path):
     tracker = af.track.jsonl(path, world=WORLD)
     tracker({"loss": 1.0}, 1)
     size = path.stat().st_size
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, before[1]))
-    try:
+    with limit_files(size + 10):
         with pytest.warns(
             af.errors.TrackingWarning, match="jsonl failed to record .* step 2: OSErr"
         ):
@@ -186,9 +182,6 @@ def test_a_full_disk_ends_no_training(path):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             tracker({"loss": 3.0}, 3)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
     assert path.stat().st_size == size
     tracker({"loss": 4.0}, 4)
     with pytest.warns(
