@@ -81,8 +81,10 @@ def parser() -> argparse.ArgumentParser:
         return command
 
     _add_launching(add)
+    replay = add(_replay, "run a failed step again from its crash bundles")
+    replay.add_argument("directory", help="the directory with the crash bundles")
     _add_acts(add(_checkpoint, "list, verify or export checkpoints"))
-    traffic = add(_traffic, "show what each update sends on any number of ranks")
+    traffic = add(_traffic, "predict what each update sends on any number of ranks")
     traffic.add_argument(
         "programs", nargs="+", metavar="FILE.py:FUNCTION", help="trains with a world"
     )
@@ -232,6 +234,18 @@ def _run(argv: Sequence[str] | None) -> int:
 # Each subcommand; the docstring is the text of its `--help`.
 
 
+def _replay(words: argparse.Namespace) -> int:
+    """Run a failed step again in this process, on simulated ranks.
+
+    The crash bundles were written by accelfn.testing.crash_bundles. The error is raised again.
+    """
+    from accelfn.testing.plugin import replay  # noqa: PLC0415  slow, rarely needed
+
+    sys.path.insert(0, "")  # so that modules in the current directory can be imported
+    replay(words.directory)
+    return 0
+
+
 def _checkpoint(words: argparse.Namespace) -> int:
     """List, verify or export checkpoints. No training script is needed."""
     from accelfn.launching import commands  # noqa: PLC0415  rarely needed
@@ -249,9 +263,9 @@ def _checkpoint(words: argparse.Namespace) -> int:
 
 
 def _traffic(words: argparse.Namespace) -> int:
-    """Run each function, which trains some updates, on simulated ranks.
+    """Run each function, which trains some updates, on a few simulated ranks.
 
-    Print how many bytes an update sends, by label.
+    Print how many bytes an update sends on any number of ranks, by label.
     """
     from accelfn.testing.traffic import foresee  # noqa: PLC0415  rarely needed
 

@@ -51,7 +51,7 @@ def main(ranks: int = RANKS, layers: int = LAYERS) -> None:
     table = Table("method", "GB per rank", *(f"s at {n} Gbit/s" for n in CABLES))
     for says, (setup, updates) in METHODS.items():
         program = partial(train, setup=setup, updates=updates, layers=layers)
-        traffic = communication(program, device="meta")
+        traffic = communication(program, ranks=[ranks], device="meta")
         sent = sum(traffic.bytes(ranks).values()) / (1e9 * ranks * updates)
         seconds = (traffic.seconds(cable, ranks=ranks) for cable in CABLES.values())
         table.add_row(says, f"{sent:.2f}", *(f"{s:,.1f}" for s in seconds))

@@ -74,6 +74,7 @@ accelfn.testing.catalog: CATALOG, Row, row_of
 accelfn.testing.equivalence: dyadic_problem
 accelfn.testing.laws: PROBLEMS, Subject
 accelfn.testing.method_laws: loads_anywhere
+accelfn.testing.plugin: register_profiles
 accelfn.testing.processes: RankProcess
 accelfn.testing.simulation: calls
 accelfn.testing.simulation.calls: Sums
@@ -95,7 +96,6 @@ accelfn.world.connection: Activity, Connection, RollCall, Standing, WatchedStore
 accelfn.world.meeting: Launched, Words
 accelfn.world.place: Place, _port_of_job, asked_size, read_place
 accelfn.world.world: fold_axes
-pytest_accelfn: register_profiles
 """
 _PLACES = {
     name.rpartition(" as ")[2]: (module, name.partition(" as ")[0])

@@ -15,10 +15,11 @@ from accelfn.errors import (
     RankCrashedError,
     SimulationError,
 )
-from accelfn.testing.comparing import assert_states_equal
+from accelfn.testing.comparing import assert_collectives, assert_states_equal
 from accelfn.testing.equivalence import assert_equivalent
 from accelfn.testing.laws import Problem
 from accelfn.testing.loops import Agreement, compare_loops, quantities
+from accelfn.testing.plugin import crash_bundles, replay
 from accelfn.testing.processes import RankError, run_processes
 from accelfn.testing.simulate import simulate
 from accelfn.testing.simulation.calls import (
@@ -33,7 +34,7 @@ from accelfn.testing.simulation.calls import (
     Terminate,
 )
 from accelfn.testing.simulation.plan import Run
-from accelfn.testing.step_laws import check_step
+from accelfn.testing.step_laws import check_resume, check_step
 from accelfn.testing.traffic import Link, Traffic, communication
 from accelfn.testing.transform_laws import check_transform
 
@@ -58,13 +59,17 @@ __all__ = [
     "Stall",
     "Terminate",
     "Traffic",
+    "assert_collectives",
     "assert_equivalent",
     "assert_states_equal",
+    "check_resume",
     "check_step",
     "check_transform",
     "communication",
     "compare_loops",
+    "crash_bundles",
     "quantities",
+    "replay",
     "run_processes",
     "simulate",
 ]

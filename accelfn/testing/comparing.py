@@ -4,10 +4,13 @@
 The path of a difference is written like code that accesses it: `params['0.weight']`.
 """
 
+import difflib
 import math
+import os
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby, pairwise
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import attrs
@@ -17,6 +20,8 @@ import torch
 from accelfn import Pending, TrainState
 from accelfn.errors import ArgumentError, LawError
 from accelfn.plug import arguments, collectives, tree
+from accelfn.testing.simulation.calls import Entry
+from accelfn.testing.simulation.plan import Run
 
 Child: TypeAlias = tuple[str, Any]
 """The path of a container's entry, and its value."""
@@ -421,3 +426,133 @@ def copy_leaf(leaf: Any) -> Any:
         return tree.local(leaf).detach().clone()
     opaque = type(leaf).__eq__ is object.__eq__ and leaf is not None
     return type(leaf) if opaque else leaf
+
+
+# `assert_collectives`: compare the collectives of a run with a text file.
+#
+# For each update, the file lists the collectives in order: kind, reduction, root, bytes that
+# one rank sends, label. The file has no source lines and no aligned columns, so a line of the
+# file changes only if its collective changes.
+
+
+def assert_collectives(
+    run: Run[Any], path: str | os.PathLike[str], *, update: bool = False
+) -> None:
+    """Assert that the collectives of a run are those that a text file lists.
+
+    Write the file with `update=True`, and keep the file next to the test. If a change of your
+    code makes an update send more bytes or call another collective, code review shows it as a
+    changed line of the file. The file lists the collectives of each update, and lists equal
+    updates once. A collective between two steps belongs to the update before it. A `send`
+    between two ranks comes after the collectives of its update, sorted by ranks, because the
+    order of sends in time depends on the schedule.
+
+    Args:
+        run: the result of `simulate`.
+        path: the path of the file, such as `Path(__file__).with_name("collectives.txt")`.
+        update: whether to write the file instead of comparing.
+
+    Raises:
+        LawError: the collectives differ (the message has a unified diff), or the file does not
+            exist.
+
+    Law: the text of the file depends only on the program, not on the schedule or the machine.
+
+    Example:
+        >>> import accelfn as af
+        >>> from accelfn.testing import simulate
+        >>> run = simulate(2, af.barrier)
+        >>> assert_collectives(run, "collectives.txt", update=True)
+        >>> assert_collectives(run, "collectives.txt")
+        >>> print(Path("collectives.txt").read_text(), end="")
+        2 ranks
+        <BLANKLINE>
+        before any update: 1 call, 4 bytes
+          all_reduce SUM, 4 bytes, 'barrier'
+    """
+    if not isinstance(run, Run):
+        msg = (
+            f"assert_collectives({type(run).__name__}, ...): expected the Run that simulate"
+            " returned."
+        )
+        raise ArgumentError(msg)
+    file, text = Path(path), _text(run)
+    if update:
+        file.write_text(text, encoding="utf-8", newline="\n")
+        return
+    if not arguments.exists(file):
+        msg = (
+            f"assert_collectives: {file} does not exist. Call assert_collectives(run, path,"
+            " update=True) once to write the file, and keep it with the test. Its text would"
+            f" be:\n\n{text}"
+        )
+        raise LawError(msg)
+    snapshot = file.read_text(encoding="utf-8")
+    if text != snapshot:
+        lines = difflib.unified_diff(
+            snapshot.splitlines(), text.splitlines(), "expected", "found", lineterm=""
+        )
+        msg = (
+            f"The collectives of the run differ from those in {file}. If the change is intended,"
+            " call assert_collectives(run, path, update=True) once.\n"
+            + "\n".join(lines)
+        )
+        raise LawError(msg)
+
+
+def _text(run: Run[Any]) -> str:
+    """Return the text of a run's collectives, as `assert_collectives` writes it."""
+    updates: dict[int | None, list[Entry]] = {}
+    for entry in run.log:
+        updates.setdefault(entry.step, []).append(entry)
+    blocks: dict[str, list[int]] = {}
+    text = f"{len(run)} rank{'s' * (len(run) != 1)}\n"
+    if None in updates:
+        text += f"\nbefore any update: {_block(updates.pop(None))}"
+    for step in sorted(key for key in updates if key is not None):
+        blocks.setdefault(_block(updates[step]), []).append(step)
+    for block, steps in blocks.items():
+        name = "update" if len(steps) == 1 else "each of updates"
+        text += f"\n{name} {_ranges(steps)}: {block}"
+    return text
+
+
+def _block(entries: Sequence[Entry]) -> str:
+    """Return the number of calls and bytes, and one line per group of equal calls."""
+    sends = sorted(map(_line, (entry for entry in entries if entry.kind == "send")))
+    lines = [*(_line(entry) for entry in entries if entry.kind != "send"), *sends]
+    size = sum(entry.num_bytes for entry in entries)
+    calls = f"{len(lines)} call{'s' * (len(lines) != 1)}"
+    text = f"{calls}, {_bytes(size)}\n"
+    for line, same in groupby(lines):
+        count = len(list(same))
+        text += f"  {line}{f', {count} times' * (count > 1)}\n"
+    return text
+
+
+def _line(entry: Entry) -> str:
+    call = entry.kind if entry.op is None else f"{entry.kind} {entry.op}"
+    if entry.kind == "send":
+        call += f" between ranks {' and '.join(map(str, entry.ranks))}"
+    elif entry.root is not None:
+        call += f" root {entry.root}"
+    label = "no label" if entry.label is None else repr(entry.label)
+    return f"{call}, {_bytes(entry.num_bytes)}, {label}"
+
+
+def _bytes(number: int) -> str:
+    return f"{number:,} byte{'s' * (number != 1)}"
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Return increasing numbers as text with ranges: `0 to 3, 5` or `7 to 31 by 8`."""
+    gaps = {after - before for before, after in pairwise(steps)}
+    if len(steps) > 2 and len(gaps) == 1 and gaps != {1}:
+        return f"{steps[0]} to {steps[-1]} by {gaps.pop()}"
+    texts: list[str] = []
+    # within consecutive steps, the difference to the index is constant
+    for _, group in groupby(enumerate(steps), lambda pair: pair[1] - pair[0]):
+        run = [step for _, step in group]
+        is_long = len(run) > 2
+        texts.append(f"{run[0]} to {run[-1]}" if is_long else ", ".join(map(str, run)))
+    return ", ".join(texts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`check_step`: check that your step keeps the laws that all steps must keep."""
+"""`check_step` and `check_resume`: check that your step keeps the laws that all steps must keep."""
 
 import tempfile
 import warnings
@@ -23,6 +23,7 @@ from accelfn.testing.laws import (
     NEARLY_EQUAL,
     OWN,
     History,
+    Law,
     States,
     Subject,
     first_broken,
@@ -78,7 +79,7 @@ copy by itself |
     if not callable(step):
         msg = f"check_step({step!r}): expected a function (states, batch) -> (states, metrics)."
         raise ArgumentError(msg)
-    _check_makes_states(states)
+    _check_takes_world("check_step(states=...)", states, "new states")
     arguments.check_integer("check_step", "updates", updates, 2, "a number of updates")
     arguments.check_sizes("check_step", sizes)
 
@@ -105,38 +106,111 @@ copy by itself |
             msg = f"check_step: there are only {count} batches for {number} updates."
             raise ArgumentError(msg)
 
-    subjects = [
-        Subject(
-            name=f"{size} rank{'s' if size > 1 else ''}",
-            size=size,
-            updates=updates,
-            begin=begin,
-            advance=advance,
-        )
-        for size in sizes
-    ]
+    laws = {"returns_states": _returns_states, **COMMON}
     with warnings.catch_warnings():
         if batches is not None:  # accelfn would warn that the states' data are not used
             warnings.simplefilter("ignore", AccelfnWarning)
-        for name, law in {"returns_states": _returns_states, **COMMON}.items():
-            broken = first_broken(law, subjects)
-            if broken:
-                msg = f"the step breaks the law {name!r}: {broken}"
-                raise LawError(msg)
+        _check("the step", laws, sizes, updates=updates, begin=begin, advance=advance)
 
 
-def _check_makes_states(states: object) -> None:
+def check_resume(
+    make: Callable[[World], tuple[TrainState, Step]],
+    steps: int,
+    *,
+    sizes: Sequence[int] = (1, 2, 4),
+) -> None:
+    """Check that a run that is saved and loaded after any update continues bitwise equal.
+
+    `check_resume` compares metrics and states after every later update. A difference in the
+    batches shows in the states. Simulated reductions add in the order of a ring.
+
+    Args:
+        make: a function of a world that returns `(state, step)`: the state before the first
+            update, with data, and the step.
+        steps: the number of updates. The run is saved and loaded before the first update and
+            after each update.
+        sizes: the sizes of the worlds.
+
+    Raises:
+        LawError: a resumed run differs. The message names the update of the save, the update of
+            the difference, and the difference.
+        ArgumentError: `make` is not a function that returns a state and a step.
+
+    Example:
+        >>> import accelfn as af, torch
+        >>> rows = torch.arange(24.0).view(8, 3)
+        >>> def make(world):
+        ...     state = af.TrainState.create(
+        ...         model=lambda: torch.nn.Linear(3, 1),
+        ...         optimizer=torch.optim.Adam,
+        ...         data=af.Data(rows, global_batch_size=4),
+        ...         setup=af.chain(af.shard_data(), af.wrap_ddp()),
+        ...         world=world,
+        ...     )
+        ...     return state, af.make_step(lambda model, x: model(x).square().mean())
+        >>> check_resume(make, 4)
+    """
+    _check_takes_world("check_resume(make)", make, "(state, step)")
+    arguments.check_integer("check_resume", "steps", steps, 1, "a number of updates")
+    arguments.check_sizes("check_resume", sizes)
+
+    def advance(state: TrainState, _: int, number: int) -> Iterator[tuple[Any, Any]]:
+        step = _state_and_step(make, state.world)[1]
+        for batch in islice(batches_of(state), number):
+            state, metrics = step(state, batch)
+            yield state, metrics
+
+    def begin(world: World, _: None) -> TrainState:
+        return _state_and_step(make, world)[0]
+
+    laws = {"resumes": COMMON["resumes"]}
+    _check("the run", laws, sizes, updates=steps, begin=begin, advance=advance)
+
+
+def _check(noun: str, laws: dict[str, Law], sizes: Sequence[int], **run: Any) -> None:
+    """Check the laws of a run on each number of ranks; `run` has attributes of `Subject`."""
+    subjects = [
+        Subject(name=f"{size} rank{'s' if size > 1 else ''}", size=size, **run)
+        for size in sizes
+    ]
+    for name, law in laws.items():
+        broken = first_broken(law, subjects)
+        if broken:
+            msg = f"{noun} breaks the law {name!r}: {broken}"
+            raise LawError(msg)
+
+
+def _check_takes_world(call: str, function: Callable[..., Any], result: str) -> None:
     """Raise an error if the value is not a function of exactly a world."""
-    why: object = f"it is a {type(states).__name__}"
-    if callable(states):
-        why = arguments.call_mismatch(states, None)
-    if why is not None:
+    if not callable(function):
         msg = (
-            f"check_step(states={states!r}): expected a function that takes a World and returns"
-            f" new states, but {why}. Each test run needs new states: create them in the function,"
-            " with af.TrainState.create(..., world=world)."
+            f"{call}: expected a function that takes a World and returns {result}, got"
+            f" {type(function).__name__}. Each test run needs new states: create them in the"
+            " function, with af.TrainState.create(..., world=world)."
         )
         raise ArgumentError(msg)
+    error = arguments.call_mismatch(function, None)
+    if error is not None:
+        msg = (
+            f"{call}: accelfn calls the function with the World of a rank, but it does not accept"
+            f" that: {error}. Write a function of a world, such as lambda world: ..."
+        )
+        raise ArgumentError(msg) from error
+
+
+def _state_and_step(
+    make: Callable[[World], tuple[TrainState, Step]], world: World
+) -> tuple[TrainState, Step]:
+    """Return the state and the step that the user's function returns."""
+    match cast("Any", make(world)):
+        case (TrainState() as state, step) if callable(step):
+            return state, cast("Step", step)
+        case made:
+            msg = (
+                f"check_resume: make(world) returned {_kinds(made)}. Expected (state, step): the"
+                " TrainState before the first update, and the step."
+            )
+            raise ArgumentError(msg)
 
 
 def _kinds(value: Any) -> str:

@@ -42,7 +42,7 @@ def found(talking: ModuleType, ranks: int, way: str) -> dict[str, list[float]]:
     for seed in SEEDS:
         train = partial(talking.train, way=talking.WAYS[way], seed=seed)
         run = simulate(ranks, train)
-        traffic = Traffic({ranks: run}.__getitem__)
+        traffic = Traffic(logs={ranks: run.log}, updates=run.updates)
         seen["loss"].append(run[0]["loss"])
         seen["accuracy"].append(run[0]["accuracy"])
         seen["MB"].append(sum(traffic.bytes(ranks).values()) / ranks / 1e6)

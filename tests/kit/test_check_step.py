@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`check_step`: steps as users write them, and ones with planted bugs."""
+"""`check_step` and `check_resume`: steps as users write them, and ones with planted bugs."""
 
 import os
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
 import accelfn as af
 from accelfn.errors import ArgumentError, LawError
-from accelfn.testing import check_step, laws
+from accelfn.testing import check_resume, check_step, laws
 
 SETUP = af.chain(af.shard_data(), af.wrap_ddp())
 DATA = torch.randn(10, 3, generator=torch.Generator().manual_seed(0))
@@ -219,6 +219,50 @@ def test_replicas_that_drift_are_found(model):
         )
 
 
+def test_check_resume():
+    def make(world: af.World) -> Any:
+        setup = af.chain(SETUP, af.ema(0.5), af.clip_grad_norm(0.1))
+        return state_of(world, lambda: player(3), setup), _plain
+
+    check_resume(make, 4)
+
+
+def test_check_resume_finds_what_is_forgotten():
+    def make(world: af.World) -> Any:
+        taken: list[int] = []
+
+        def step(state: Any, batch: Any) -> Any:
+            taken.append(1)
+            state, metrics = _plain(state, batch)
+            return state, {"loss": metrics["loss"] * len(taken)}
+
+        return plain_states(world), step
+
+    with pytest.raises(LawError, match="saved and loaded after 1 updates"):
+        check_resume(make, 3, sizes=(1,))
+
+
+def test_check_resume_finds_sums_that_move():
+    """What is added up in another place after a load has other last bits, over some ranks."""
+
+    def make(world: af.World) -> Any:
+        taken: list[int] = []
+
+        def step(state: Any, batch: Any) -> Any:
+            taken.append(1)
+            state, _ = _plain(state, batch)
+            mine = torch.linspace(0.1, 1.7, 9) * (world.rank + 0.3)
+            mine = mine.flip(0) if len(taken) == 1 else mine
+            summed = af.all_reduce(mine, world)
+            return state, {"sum": summed.flip(0) if len(taken) == 1 else summed}
+
+        return plain_states(world), step
+
+    check_resume(make, 2, sizes=(1, 2))
+    with pytest.raises(LawError, match="saved and loaded after 1 updates"):
+        check_resume(make, 2)
+
+
 def test_the_callers_environment_is_the_callers(monkeypatch):
     """What a launcher told this process is there again when a law is through with it."""
     monkeypatch.setenv("RANK", "7")
@@ -228,11 +272,17 @@ def test_the_callers_environment_is_the_callers(monkeypatch):
     assert (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == ("7", None)
 
 
+def made(swap: Any) -> Any:
+    """Return a `make` whose state and step are swapped for other things."""
+    return lambda world: swap(plain_states(world), _plain)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda: check_step(3, states=plain_states), "expected a function"),
         (lambda: check_step(_plain, states=plain_states, updates=1), "2 or more"),
+        (lambda: check_resume(made(lambda *two: two), 0), "1 or more"),
         (
             lambda: check_step(_plain, states=lambda _: None),
             "returned NoneType. Expected a TrainState, or a tuple",
@@ -247,7 +297,23 @@ def test_the_callers_environment_is_the_callers(monkeypatch):
         ),
         (
             lambda: check_step(_plain, states=plain_states(af.World.single())),
-            "expected a function.*it is a TrainState",
+            "expected a function.*got TrainState",
+        ),
+        (
+            lambda: check_resume((plain_states(af.World.single()), _plain), 2),
+            "expected a function.*got tuple",
+        ),
+        *(
+            (
+                lambda swap=swap: check_resume(made(swap), 3),
+                rf"make\(world\) returned {words}. Expected \(state, step\)",
+            )
+            for swap, words in [
+                (lambda state, step: (step, state), r"\(function, TrainState\)"),
+                (lambda state, _: state, "TrainState"),
+                (lambda *two: (*two, 3), r"\(TrainState, function, int\)"),
+                (lambda state, _: (state, 3), r"\(TrainState, int\)"),
+            ]
         ),
     ],
 )

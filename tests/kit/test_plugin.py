@@ -231,6 +231,30 @@ def test_mine(world):
         ).assert_outcomes(passed=1)
 
 
+class TestSnapshot:
+    """`collectives_snapshot` and `--update-collectives`."""
+
+    BODY = """
+def test_sums(collectives_snapshot):
+    run = simulate(2, lambda world: [summed(world, 1) for _ in range({times})])
+    collectives_snapshot(run, "sums.txt")
+"""
+
+    def test_written_and_compared(self, run, pytester):
+        """The option writes the file beside the test; without it, a change is refused."""
+        once, twice = (self.BODY.format(times=times) for times in (1, 2))
+        file = pytester.path / "below" / "sums.txt"
+        run(once, below="below").assert_outcomes(failed=1)
+        assert not file.exists()
+        run(once, "--update-collectives", below="below").assert_outcomes(passed=1)
+        assert "all_reduce SUM, 4 bytes" in file.read_text()
+        assert [*pytester.path.glob("*.txt")] == []
+        run(once, below="below").assert_outcomes(passed=1)
+        changed = run(twice, below="below")
+        changed.assert_outcomes(failed=1)
+        changed.stdout.fnmatch_lines(["E*all_reduce SUM, 4 bytes*2 times*"])
+
+
 class TestProfiles:
     """Hypothesis's profiles dev, ci and deep."""
 

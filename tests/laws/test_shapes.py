@@ -76,7 +76,7 @@ def values_of(state: af.TrainState) -> list[torch.Tensor]:
 def refusal(program: Callable[[af.World], object]) -> Exception | None:
     """Return what a program is refused with where ranks are on the meta device."""
     try:
-        simulate(2, program, device="meta")
+        communication(program, device="meta")
     except Exception as error:  # noqa: BLE001 - the law says of what class it is
         return error
     return None
@@ -138,7 +138,7 @@ def test_parts_of_layers_are_foreseen_from_shapes(speech: Speech, lying: Lying) 
     assert parts_of(speech, lying, "cpu") == parts_of(speech, lying, "meta")
 
 
-@given(run=runs(n=24, updates=2, kind="plain"), size=st.sampled_from([2, 4]))
+@given(run=runs(n=24, updates=2, kind="plain"), size=st.sampled_from([2, 4, 64]))
 def test_traffic_is_foreseen_from_shapes(run: Run, size: int) -> None:
     """Of DDP, averages and an outer optimizer: by label, before and in updates."""
     for way in ("ddp", "bf16", "local", "diloco", "fragments"):

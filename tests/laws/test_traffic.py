@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes and seconds of a program's traffic."""
+"""What is foreseen of a program's traffic is what its simulated ranks send."""
 
 from collections import Counter
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import attrs
 import pytest
 import torch
-from hypothesis import given
+import torch.distributed as dist
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
@@ -68,24 +70,25 @@ def collectives(draw: st.DrawFn) -> Any:
 
 @given(
     run=runs(n=24, batch_size=12, updates=2, kind="plain", remainder="short"),
-    size=st.sampled_from([1, 2, 3]),
+    size=st.sampled_from([2, 3, 4, 5, 8]),
     setup=st.sampled_from(SETUPS),
     drawn=collectives(),
     is_training=st.booleans(),
     algorithm=st.sampled_from(ALGORITHMS),
 )
-def test_bytes_before_and_in_updates_are_all_that_ranks_send(
+def test_foreseen_bytes_are_those_that_ranks_send(
     run: Run, size: int, setup: object, drawn: Any, is_training: bool, algorithm: Any
 ) -> None:
-    """By label; without updates, no bytes are before them."""
+    """On 2, 3, 4, 5 and 8 ranks, by label; on one they are 0."""
     program = training(run, setup) if is_training else drawn
     traffic = communication(program)
     sent = simulate(size, program).sent(algorithm=algorithm)
-    start = traffic.start(size, algorithm=algorithm)
     told = Counter(traffic.bytes(size, algorithm=algorithm))
-    told.update(start)
+    told.update(traffic.start(size, algorithm=algorithm))
     assert dict(told) == sent
-    assert is_training or not start
+    assert set(traffic.bytes(1).values()) <= {0}
+    assert traffic.bytes(1).keys() == traffic.bytes(2).keys()
+    assert traffic.updates == (run.updates if is_training else 0)
 
 
 @given(
@@ -137,7 +140,7 @@ def test_totals_of_a_broadcast_are_the_roots(size: int, n: int, root: int) -> No
 @given(
     run=runs(n=24, batch_size=12, kind="plain"),
     every=st.integers(1, 3),
-    size=st.sampled_from([2, 7]),
+    size=st.sampled_from([1, 2, 7, 64]),
 )
 def test_local_sgd_sends_what_ddp_sends_divided_by_its_period(run, every, size):
     """Exactly, on any number of ranks, the weights that both send along among it."""
@@ -147,7 +150,7 @@ def test_local_sgd_sends_what_ddp_sends_divided_by_its_period(run, every, size):
         traffic = communication(program)
         sent = traffic.bytes(size)
         sent.pop("who is who")
-        return Fraction(sum(sent.values()), every)
+        return Fraction(sum(sent.values()), traffic.updates)
 
     local = sent(af.shard_data(), af.local_sgd(sync_every=every))
     assert sent(DDP) / every == local
@@ -160,10 +163,10 @@ def buckets(sizes: list[int]) -> Traffic:
         for n in sizes:
             all_reduce(world, n)
 
-    run = simulate(2, program)
+    log = simulate(2, program).log
     label = "DistributedDataParallel backward"
-    named = tuple(attrs.evolve(entry, label=label, step=0) for entry in run.log)
-    return Traffic(lambda _: attrs.evolve(run, log=named, updates=1))
+    named = tuple(attrs.evolve(entry, label=label, step=0) for entry in log)
+    return Traffic(logs={2: named}, updates=1)
 
 
 latencies = st.floats(0, 1)
@@ -255,6 +258,87 @@ def test_buckets_are_sent_beside_the_backward_pass(sizes, compute, overlap):
     assert taken == pytest.approx(expected)
 
 
+@example(rows=10, kind="gather")  # 5, 4 and 2 on 2, 3 and 5 ranks: on a line that falls
+@given(
+    rows=st.integers(1, 40),
+    kind=st.sampled_from(["gather", "scatter", "squares", "swap", "swap padded"]),
+)
+def test_what_is_cut_into_parts_is_foreseen_rightly_or_not_at_all(rows, kind):
+    """Parts are as large as each other, filled up, or the last ones are smaller."""
+
+    def program(world: af.World) -> None:
+        af.barrier(world, label="begin")
+        padded = -(-rows // world.size)
+        cut = max(0, min(padded, rows - padded * world.rank))
+        part = torch.zeros(cut if kind == "swap" else padded, dtype=torch.uint8)
+        if kind == "gather":
+            af.all_gather(part, world, label="a part")
+        elif kind == "scatter":
+            reduce_scatter(world, padded)
+        elif kind == "squares":
+            af.all_reduce(torch.zeros(world.size**2), world, label="a part")
+        else:
+            af.all_to_all([part] * world.size, world, label="a part")
+
+    traffic = communication(program)
+    for size in (3, 4, 6, 7, 8, 9):
+        try:
+            foreseen = traffic.bytes(size)
+        except af.errors.ArgumentError:
+            named = "reduce_scatter" if kind == "scatter" else "a part"
+            refused(traffic, size, named)
+            foreseen = communication(program, ranks=[size]).bytes(size)
+        assert foreseen == simulate(size, program).sent()
+
+
+@given(size=st.integers(6, 99))
+def test_other_calls_on_other_ranks_are_refused_by_name(size: int) -> None:
+    """Calls that not all worlds make, and calls of some ranks only, which rows make at once."""
+
+    def more(world: af.World) -> None:
+        for _ in range(world.size):
+            af.barrier(world, label="once a rank")
+
+    def other(world: af.World) -> None:
+        label = "of an odd world" if world.size % 2 else "of an even world"
+        af.barrier(world, label=label)
+
+    def some(world: af.World) -> None:
+        af.barrier(world.along("dp_shard"), label="of a row")
+
+    def hands_on(world: af.World) -> None:
+        if world.rank < 2:
+            dist_send(world)
+
+    refused(communication(more), size, "once a rank")
+    refused(communication(other), size, "of an odd world")
+    axes = {"dp_replicate": 2, "dp_shard": -1}
+    of_rows = communication(some, ranks=(4, 6, 8), axes=axes)
+    assert of_rows.bytes(8) == simulate(8, some, axes=axes).sent()
+    refused(of_rows, 2 * size, "of a row")
+    link = Link(latency=1.0, bandwidth=1.0)
+    alone = communication(partial(af.barrier, label="of a row"), ranks=[4])
+    assert of_rows.seconds(link, ranks=8) == alone.seconds(link, ranks=4)
+    refused(communication(hands_on), size, "send")
+    refused(communication(af.barrier, ranks=(2, 3)), size, "only on 2 and 3 ranks")
+
+
+def dist_send(world: af.World) -> None:
+    """Give one byte to rank 1."""
+    byte = torch.zeros(1, dtype=torch.uint8)
+    if world.rank:
+        dist.recv(byte, group_src=0, group=world.group)
+    else:
+        dist.send(byte, group_dst=1, group=world.group)
+
+
+def refused(traffic: Traffic, ranks: int, named: str) -> None:
+    with pytest.raises(af.errors.ArgumentError, match="cannot predict") as error:
+        traffic.bytes(ranks)
+    assert named in str(error.value)
+    assert f"communication(fn, ranks=[{ranks}])" in str(error.value)
+
+
 @given(counts=st.lists(st.integers(1, 99), min_size=1, max_size=3), meet=st.booleans())
 def test_parts_of_a_world_wait_for_their_own_ranks(counts, meet):
     """An update takes as long as that part of it which has most to send, and what all do."""
@@ -272,7 +356,7 @@ def test_parts_of_a_world_wait_for_their_own_ranks(counts, meet):
         all_reduce(world, max(counts))
 
     def seconds(fn: Any, ranks: int) -> float:
-        return communication(fn).seconds(link, ranks=ranks)
+        return communication(fn, ranks=[ranks]).seconds(link, ranks=ranks)
 
     expected = seconds(alone, 2) + seconds(all_meet, size)
     assert seconds(program, size) == pytest.approx(expected)

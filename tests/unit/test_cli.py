@@ -138,9 +138,9 @@ def test_a_command_that_is_left_says_so(monkeypatch):
     refusal = af.errors.LaunchError("not now.")
     assert left(refusal, "env") == (2, "", "accelfn env: not now.\n")
     # a broken pipe of what a command does, and not of what it prints, is not hidden
-    for error in (ZeroDivisionError(), BrokenPipeError("of a program")):
+    for error in (ZeroDivisionError(), BrokenPipeError("of a step that is run again")):
         with pytest.raises(type(error)):
-            left(error, "traffic", "train.py:train")
+            left(error, "replay", "somewhere")
 
 
 # launch

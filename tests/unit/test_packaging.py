@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import accelfn as af
+from accelfn.testing import communication
 from tests.budget import at_night
 from tests.internals import configure, run_script, system
 from tests.laws.worlds import single
@@ -212,7 +213,8 @@ def test_a_step_is_printed_with_its_loss():
     assert af.Data(Numbers(), global_batch_size=1)
     state = linear_state()
     plan = af.plan_devices(torch.nn.Linear(1, 1), {"cpu": "1MB"})
-    for each in (af.memory(state), plan):
+    traffic = communication(af.barrier, ranks=(2, 3))
+    for each in (af.memory(state), plan, traffic):
         assert each._repr_html_() == f"<pre>{html.escape(str(each))}</pre>"
     assert len(dir(af)) <= 110
     modules = {name for name in dir(af) if inspect.ismodule(getattr(af, name))}

@@ -155,7 +155,11 @@ REJECTED = {
         (lambda: simulate(2, lambda: 1), r"fn\(world\).*too many"),
         (
             lambda: testing.check_step(STEP, states=create_nothing),
-            r"check_step\(states=.*takes a World.*too many",
+            r"check_step\(states=.*a function of a w",
+        ),
+        (
+            lambda: testing.check_resume(create_nothing, 2),
+            r"check_resume\(make\).*a function of a w",
         ),
         (lambda: af.ema(0.9)(single()), "A setup takes a TrainState"),
         (lambda: af.transform(square), "expected a class"),
@@ -436,6 +440,7 @@ def test_numbers_of_ranks_are_asked_for(sizes):
         return create(world=world), lambda state, _: (state, {})
 
     tried = (
+        lambda: testing.check_resume(make, 1, sizes=sizes),
         lambda: testing.check_transform(af.ema(0.5), sizes=sizes),
         lambda: testing.check_step(make, states=lambda w: make(w)[0], sizes=sizes),
         lambda: testing.assert_equivalent(af.ema(0.5), af.ema(0.5), sizes=sizes),

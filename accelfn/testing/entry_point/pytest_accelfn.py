@@ -7,7 +7,7 @@ torch and Hypothesis only when a test needs them. The rest of the plugin is in
 """
 
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any
 
@@ -66,6 +66,34 @@ def pytest_configure(config: pytest.Config) -> None:
     profile = config.getoption("--hypothesis-profile", None)
     if profile in _PROFILES or sys.modules.get("hypothesis"):
         register_profiles()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option `--update-collectives`."""
+    parser.getgroup("accelfn").addoption(
+        "--update-collectives",
+        action="store_true",
+        help="write the files of `collectives_snapshot` instead of comparing with them",
+    )
+
+
+@pytest.fixture
+def collectives_snapshot(request: pytest.FixtureRequest) -> Callable[[Any, str], None]:
+    """Compare a run's collectives with a text file: `collectives_snapshot(run, "ddp.txt")`.
+
+    The file is in the directory of the test. `pytest --update-collectives` writes the file.
+    """
+    from accelfn.testing.comparing import (  # noqa: PLC0415 - it imports torch
+        assert_collectives,
+    )
+
+    update = bool(request.config.getoption("--update-collectives"))
+
+    def check(run: Any, name: str) -> None:
+        __tracebackhide__ = True
+        assert_collectives(run, request.path.parent / name, update=update)
+
+    return check
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -572,23 +572,51 @@ class Cost:
         return Cost(2 * self.num_bytes, 2 * self.rounds, 2 * self.busiest)
 
 
-def cost(entry: Entry, algorithm: Algorithm) -> Cost:
+@attrs.frozen(kw_only=True)
+class Payload:
+    """The properties of one collective that determine its cost.
+
+    Attributes:
+        kind: torch's name of the collective.
+        ranks: the number of ranks that take part.
+        most: the largest number of bytes that one rank sends for other ranks.
+        total: the bytes that all ranks together send for other ranks.
+        is_sparse: whether the tensors are sparse.
+    """
+
+    kind: str
+    ranks: int
+    most: int
+    total: int
+    is_sparse: bool = False
+
+
+def payload_of(entry: Entry) -> Payload:
+    """Return the payload of a collective in a log."""
+    return Payload(
+        kind=entry.kind,
+        ranks=len(entry.ranks),
+        most=max(entry.for_others),
+        total=sum(entry.for_others),
+        is_sparse="sparse" in entry.shapes,
+    )
+
+
+def cost(payload: Payload, algorithm: Algorithm) -> Cost:
     """Return the cost of a collective under an algorithm."""
-    size = len(entry.ranks)
-    if size == 1:
+    if payload.ranks == 1:
         return Cost(0, 0, 0.0)
-    kind, hops = entry.kind, size - 1
-    n, total = max(entry.for_others), sum(entry.for_others)
-    if "sparse" in entry.shapes and kind == "all_reduce":  # ranks all-gather the values
+    kind, n, hops = payload.kind, payload.most, payload.ranks - 1
+    if payload.is_sparse and kind == "all_reduce":  # ranks all-gather sparse tensors
         kind = "all_gather"
     depth = hops.bit_length()
     # a tree sends from one rank to two, to four, or back
     tree = Cost(hops * n, depth, depth * n)
     # pieces of a tensor pass from rank to rank, or each piece passes once around the ring
     pipeline = Cost(hops * n, hops, n)
-    pieces = Cost(hops * n, hops, hops * n / size)
-    all_gather = Cost(hops * total, hops, hops * n)
-    to_each_its_own = Cost(total, hops, n)
+    pieces = Cost(hops * n, hops, hops * n / payload.ranks)
+    all_gather = Cost(hops * payload.total, hops, hops * n)
+    to_each_its_own = Cost(payload.total, hops, n)
     costs = {
         "all_reduce": pieces.twice(),
         "reduce_scatter": pieces,
@@ -597,7 +625,7 @@ def cost(entry: Entry, algorithm: Algorithm) -> Cost:
         "all_gather_single": all_gather,
         "broadcast": pipeline,
         "reduce": pipeline,
-        "gather": Cost(total, hops, total),
+        "gather": Cost(payload.total, hops, payload.total),
         "scatter": to_each_its_own,
         "all_to_all": to_each_its_own,
         "all_to_all_single": to_each_its_own,
@@ -608,7 +636,7 @@ def cost(entry: Entry, algorithm: Algorithm) -> Cost:
         costs |= {"all_reduce": tree.twice(), "broadcast": tree, "reduce": tree}
     elif algorithm == "gloo":
         # a reduce is a reduce_scatter in a ring, and a gather on the root
-        num_bytes = pieces.num_bytes + n - n // size
+        num_bytes = pieces.num_bytes + n - n // payload.ranks
         reduce = Cost(num_bytes, 2 * hops, 2 * pieces.busiest)
         costs |= {"reduce_scatter": pieces.twice(), "broadcast": tree, "reduce": reduce}
     return costs[kind]

@@ -12,7 +12,7 @@ from accelfn.errors import ArgumentError
 from accelfn.plug import arguments, devices
 from accelfn.plug import axes as arithmetic
 from accelfn.testing.simulation.calls import Crash, Entry, Fault, Sums, check_choice
-from accelfn.testing.simulation.group import Algorithm, cost
+from accelfn.testing.simulation.group import Algorithm, cost, payload_of
 
 T = TypeVar("T")
 By: TypeAlias = Literal["label", "kind", "step", "group", "site"]
@@ -72,7 +72,7 @@ class Run(Sequence[T], Generic[T]):
         totals: dict[Any, int] = {}
         for entry in self.log:
             key = getattr(entry, by)
-            num_bytes = cost(entry, algorithm).num_bytes
+            num_bytes = cost(payload_of(entry), algorithm).num_bytes
             totals[key] = totals.get(key, 0) + num_bytes
         return totals
 
