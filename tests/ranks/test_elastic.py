@@ -46,10 +46,7 @@ def as_written(results: Iterable[Any]) -> list[str]:
 def test_ranks_that_come_and_go_train_what_simulated_ones_do(
     setup, victim, size, tmp_path
 ):
-    """One is killed, the rest go on from the last average, another comes in: bit by bit.
-
-    Those of a model that is split go on from the last checkpoint.
-    """
+    """One is killed, the rest go on from their last average or save, another comes in."""
     code, found, error = launched(f"1:{size}", setup, victim, tmp_path)
     assert code == 0, error
 

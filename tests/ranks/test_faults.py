@@ -134,10 +134,7 @@ def outcomes(size: int, calls: list[str], fault: Fault, opens: str) -> list[str]
 def test_a_rank_that_goes_is_named_by_all(
     size: int, calls: list[str], how: str, opens: str, data: st.DataObject
 ) -> None:
-    """Any program, any rank, any call of it, any way to go: nothing hangs, nobody is misled.
-
-    So it is where the process group was opened by somebody else.
-    """
+    """Any program, rank, call and way to go, whoever opened the group: nothing hangs."""
     fault = Fault(
         rank=data.draw(st.integers(0, size - 1), label="rank"),
         at=data.draw(st.integers(0, len(calls) - 1), label="call"),

@@ -51,10 +51,7 @@ def test_a_rank_that_raises_ends_a_run_of_torchrun():
 
 
 def test_a_world_can_be_opened_again():
-    """What ranks meet by outlives a world, and is not taken for the next one's.
-
-    `--axes` reaches `World.from_env()` in each rank, before a variable that was set.
-    """
+    """What ranks meet by is not the next world's; `--axes` comes before a variable."""
     words = ["--nproc", 2, "--axes", "dp_shard=-1", SCRIPTS / "opens.py"]
     code, out, error = run(*LAUNCH, *words, ACCELFN_AXES="tp=2")
     assert code == 0, error
@@ -73,11 +70,9 @@ def test_a_world_can_be_opened_again():
     ],
 )
 def test_others_say_for_whom_they_waited(size, how, code, says):
-    """However a rank goes in mid-step, all others name it, the collective and the update.
-
-    Of two ranks, the other waits for three seconds; more of them share the same few cores.
-    """
-    port, words = free_port(), [*TRAINS, how, 1, 1.5 * size]
+    """However a rank goes in mid-step, all others name it, the collective and the update."""
+    seconds = 1.5 * size  # more ranks share the same few cores
+    port, words = free_port(), [*TRAINS, how, 1, seconds]
     runs = [started(*words, **place(rank, size, port)) for rank in range(size)]
     lost = runs.pop(1)
     try:
@@ -174,10 +169,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("how", ["numbered", "dynamic"])
 def test_machines_meet_and_restart(how, tmp_path):
-    """Two launchers that meet by number or by torch's rendezvous: all start again.
-
-    A failure is reported, and ranks go on where they last saved.
-    """
+    """Two launchers that meet by number or torch's rendezvous go on from the last save."""
     port, script = free_port(), [SCRIPTS / "stops.py", tmp_path, 12, 60, "fails"]
     many = ["--nproc", 1, "--num-machines", 2, "--max-restarts", 1]
     by_number = ["--main-address", "127.0.0.1", "--main-port", port]
@@ -234,10 +226,7 @@ def test_ranks_of_srun_train():
 
 @pytest.mark.parametrize("to", ["launcher", "rank 1"])
 def test_a_launched_run_stops_and_goes_on(to, tmp_path):
-    """SIGTERM to the launcher or to a rank: both ranks save one update, and exit with 143.
-
-    They did not fail, so they are not started again.
-    """
+    """SIGTERM to launcher or rank: both ranks save one update, exit with 143, and stay ended."""
 
     def stops(folder: str, updates: int) -> subprocess.Popen[str]:
         words = ["--nproc", 2, "--max-restarts", 1, SCRIPTS / "stops.py"]
@@ -304,10 +293,7 @@ thread.join()
 
 @pytest.mark.parametrize("how", ["launcher", "caller"])
 def test_ranks_end_with_a_launcher_that_is_killed(how, tmp_path):
-    """They are asked to end, as the launcher would ask: those that can save have saved.
-
-    A function's ranks end with the kernel of the notebook, from whichever thread it was.
-    """
+    """A script's or a function's ranks are asked to end: those that can save have saved."""
     script = tmp_path / "calls.py"
     script.write_text(CALLS)
     command = {

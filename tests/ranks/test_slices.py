@@ -123,10 +123,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.ranks(3)
 def test_there_and_back(saved, tmp_path):
-    """L47: cut in the same way or another, or not at all, on any ranks, each has its slice.
-
-    So it is if a checkpoint was copied to the host, and written behind the training.
-    """
+    """L47: cut and saved in any way, and loaded on any ranks, each rank has its slice."""
     back = tmp_path / "plain"
     run_ranks(2, partial(save, async_=True), tmp_path / "runs")
     for folder, size, flipped in (

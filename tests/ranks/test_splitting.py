@@ -125,10 +125,7 @@ copies = st.builds(af.chain, wraps, st.just(af.identity()) | apart) | st.builds(
 def test_copies_train_as_on_gloo(
     dtype: torch.dtype, near: float, run: Run, setup: object
 ) -> None:
-    """Four ranks compare and evaluate together; copies may be split, or train apart.
-
-    Up to rounding: torch divides by the number of ranks otherwise in 32 bits than in 64.
-    """
+    """Four ranks agree up to rounding: torch divides otherwise in 32 bits than in 64."""
     run = attrs.evolve(run, dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
         on_four_ranks(Training(run, setup, SQUARE, folder), SQUARE, within=near)

@@ -64,10 +64,7 @@ def numbered(rank: int) -> dict[str, object]:
 
 
 def test_a_cable_is_cut(tmp_path):
-    """All ranks end in time with an error that says where; started again, they end bitwise.
-
-    That is as a run ends in which nothing has happened.
-    """
+    """All ranks end in time and say where; started again, they end as without a cut."""
     store, go = af.CheckpointStore(tmp_path / "run"), tmp_path / "go"
     with two_hosts() as hosts:
         runs = [

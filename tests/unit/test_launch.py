@@ -57,10 +57,7 @@ def test_processes_of_the_script_find_its_functions(capfd):
 
 @pytest.mark.slow
 def test_raising_rank_ends_the_run_and_is_named_first(capfd):
-    """D: the cause comes first, with its traceback, then who lost it in a collective.
-
-    The traceback is shown once, neither by the rank too, nor for one that lost its peer.
-    """
+    """D: the cause comes first, its traceback once, then who lost it in a collective."""
     assert launch(2, SCRIPTS / "fails.py", "raise") == 1
     text = "".join(capfd.readouterr())
     assert text.count("Traceback (most recent call last)") == 1
@@ -118,10 +115,7 @@ def test_exit_code_is_that_of_the_first_to_fail(capfd, way, code, ending, detail
 
 
 def test_ranks_have_torchruns_environment_and_this_process_its_own(monkeypatch, capfd):
-    """Launching changes neither the signal handlers, the environment nor torch's log.
-
-    Rank 0's lines come as written, rank 1's say whose they are.
-    """
+    """Signal handlers, variables and torch's log are here as before; rank 1 has a prefix."""
     log = logging.getLogger("torch.distributed.elastic")
     of_log = [*log.handlers], log.propagate
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -74,10 +74,7 @@ def remaining(records):
 
 @given(records=RECORDS)
 def test_what_was_tracked_is_read_back(tmp_path_factory, records):
-    """Every number comes back bitwise, unless the run went back to before it.
-
-    It does so while the run writes: a run that is killed loses none.
-    """
+    """Numbers come back bitwise while the run writes, unless it went back to before them."""
     path = tmp_path_factory.mktemp("run") / "run.jsonl"
     with af.track.jsonl(path, world=WORLD) as tracker:
         for step, metrics in records:
