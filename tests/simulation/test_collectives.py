@@ -138,63 +138,6 @@ def test_a_sparse_tensor_is_added_from_the_first_rank_on(sums):
 # Moving
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *COMPLEX, torch.int16])
-@pytest.mark.parametrize("name", ["", "group_"])
-def test_tensors_are_moved(dtype, name):
-    """From or to a root, which has a number in the world and in the group; or among all."""
-
-    def fn(world, group, root):
-        rank, size = world.rank, world.size
-        mine, source = values(rank, (2, 2), dtype), {f"{name}src": root}
-        sent, got = mine.clone(), torch.empty_like(mine)
-        listed, gathered, swapped = (
-            [torch.empty_like(mine) for _ in range(size)] for _ in range(3)
-        )
-        stacked, joined = mine.new_empty(size, 2, 2), mine.new_empty(size * 2, 2)
-        dist.broadcast(sent, group=group, **source)
-        dist.all_gather(listed, mine, group=group)
-        dist.all_gather_single(stacked, mine, group=group)
-        dist.all_gather_single(joined, mine, group=group)
-        at_root = gathered if rank == root else None
-        dist.gather(mine, at_root, group=group, **{f"{name}dst": root})
-        dist.scatter(got, at_root, group=group, **source)
-        given = [(mine + rank * j).to(dtype) for j in range(size)]
-        dist.all_to_all(swapped, given, group=group)
-        return sent, got, swapped, listed, stacked.unbind(), joined.chunk(size), at_root
-
-    for size, root in ((1, 0), (3, 0), (3, 2)):
-        parts = [values(r, (2, 2), dtype) for r in range(size)]
-        ranks = on_ranks(size, functools.partial(fn, root=root))
-        for rank, (sent, got, swapped, *everywhere) in enumerate(ranks):
-            assert same(parts[root], sent)
-            assert same(parts[rank], got)
-            wanted = [(p + r * rank).to(dtype) for r, p in enumerate(parts)]
-            assert all(map(same, wanted, swapped))
-            *for_all, at_root = everywhere
-            assert (at_root is None) is (rank != root)
-            for each in (*for_all, at_root or parts):
-                assert all(map(same, parts, each))
-
-
-def test_rows_are_split_unevenly():
-    """Rank i gives its rows to rank j in even parts, or as many as are told."""
-
-    def fn(world, group):
-        n, rank = world.size, world.rank
-        even = torch.empty(n)
-        dist.all_to_all_single(even, torch.arange(n) + n * 1.0 * rank, group=group)
-        splits = [r + 1 for r in range(n)]  # to rank r goes r + 1 times the own rank
-        rows, got = torch.full((sum(splits), 2), rank), torch.empty(n * (rank + 1), 2)
-        got = got.to(rows)
-        dist.all_to_all_single(got, rows, [rank + 1] * n, splits, group=group)
-        return even.tolist(), got.tolist()
-
-    for size in SIZES:
-        for rank, (even, got) in enumerate(on_ranks(size, fn)):
-            assert even == [size * r + rank for r in range(size)]
-            assert got == [[r, r] for r in range(size) for _ in range(rank + 1)]
-
-
 def test_messages():
     """A message is received by whom it is sent to: blocking, not, from any, by tag."""
 

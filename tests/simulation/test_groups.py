@@ -7,8 +7,6 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import accelfn as af
@@ -102,37 +100,6 @@ def test_a_call_along_an_axis_says_what_it_is_for():
     )
     assert whole
     assert part == whole
-
-
-def _sharded(world):
-    """Train by torch's FSDP, as its documentation writes it; return whole parameters."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-    samples = torch.randn(12, 5, dtype=torch.float64)
-    part = samples if world is None else samples.chunk(world.size)[world.rank]
-    if world is not None:
-        fully_shard(model[0], mesh=world.mesh)
-        fully_shard(model, mesh=world.mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(3):
-        model(part).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.full_tensor() if world else p for p in model.parameters()]
-
-
-@pytest.mark.parametrize(
-    "axes", [{"dp_shard": 2}, {"dp_shard": 3}, {"dp_replicate": 2, "dp_shard": 2}]
-)
-def test_fully_shard_trains_what_one_process_trains(axes):
-    """Rows that do not divide, one unit in another, and copies of what is split."""
-    size = 4 if len(axes) > 1 else axes["dp_shard"]
-    alone = _sharded(None)
-    for _ in range(
-        2
-    ):  # what torch keeps of the first run's meshes does not reach the next
-        for found in simulate(size, _sharded, axes=axes):
-            assert all(map(torch.allclose, found, alone))
 
 
 def test_an_operator_meets_its_own_rank_s_mesh():

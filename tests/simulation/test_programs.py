@@ -19,10 +19,13 @@ COLLECTIVES = (
     "broadcast",
     "reduce",
     "all_gather",
+    "all_gather_single",
     "gather",
     "scatter",
     "reduce_scatter",
+    "reduce_scatter_single",
     "all_to_all",
+    "all_to_all_single",
     "ring",
     "barrier",
 )
@@ -69,6 +72,11 @@ def faulty_programs(draw):
     return size, program, schedule, kind(rank, at)
 
 
+def splits_of(call, size):
+    """Return how many rows each rank is given: one more than the rank before."""
+    return [call.length + rank for rank in range(size)]
+
+
 def start(call, x, world):
     """Call a collective without waiting; return its works and what they fill."""
     n, group, kind = world.size, world.group, call.kind
@@ -79,16 +87,25 @@ def start(call, x, world):
         right, left = (world.rank + 1) % n, (world.rank - 1) % n
         receiving = dist.irecv(got[0], left, group)
         return [dist.isend(mine, right, group), receiving], got[:1]
+    splits = splits_of(call, n)
+    rows, of_each = (
+        torch.arange(sum(splits)) + 10.0 * world.rank,
+        [splits[world.rank]] * n,
+    )
+    taken, whole = torch.empty(sum(of_each)), torch.cat(got)
     collective = functools.partial(getattr(dist, kind), group=group, async_op=True)
     given, filled = {
         "all_reduce": ((mine,), [mine]),
         "broadcast": ((mine, call.root), [mine]),
         "reduce": ((mine, call.root), [mine]),
         "all_gather": ((got, mine), got),
+        "all_gather_single": ((whole, mine), [whole]),
         "gather": ((mine, got if is_root else None, call.root), got),
         "scatter": ((mine, many if is_root else None, call.root), [mine]),
         "reduce_scatter": ((mine, many), [mine]),
+        "reduce_scatter_single": ((mine, torch.cat(many)), [mine]),
         "all_to_all": ((got, many), got),
+        "all_to_all_single": ((taken, rows, of_each, splits), [taken]),
         "barrier": ((), []),
     }[kind]
     return [collective(*given)], filled
@@ -121,16 +138,23 @@ def meaning(program, size):
         ]
         zeros, root = [torch.zeros(call.length)] * size, call.root
         total = functools.reduce(torch.add, xs)
+        splits = splits_of(call, size)
+        rows = torch.arange(sum(splits)).split(splits)
         for rank in range(size):
             got = {
                 "all_reduce": [total],
                 "broadcast": [xs[root]],
                 "reduce": [total if rank == root else xs[rank]],
                 "all_gather": xs,
+                "all_gather_single": [torch.cat(xs)],
                 "gather": xs if rank == root else zeros,
                 "scatter": [xs[root] + rank],
                 "reduce_scatter": [total + size * rank],
+                "reduce_scatter_single": [total + size * rank],
                 "all_to_all": [x + rank for x in xs],
+                "all_to_all_single": [
+                    torch.cat([rows[rank] + 10.0 * peer for peer in range(size)])
+                ],
                 "ring": [xs[(rank - 1) % size]],
                 "barrier": [],
             }[call.kind]
