@@ -74,25 +74,22 @@ def test_reductions(op, dtype, sums):
     """All ranks get the reduction, or the root alone, or each rank its part; in any order."""
 
     def fn(world, group):
-        given = values(world.rank, (world.size, 3), dtype)
-        kind, last = getattr(dist.ReduceOp, op), world.size - 1
-        everywhere, by_rank, by_group = (given.clone() for _ in range(3))
-        dist.all_reduce(everywhere, kind, group=group)
-        dist.reduce(by_rank, dst=last, op=kind, group=group)
-        dist.reduce(by_group, group_dst=0, op=kind, group=group)
+        given, kind = (
+            values(world.rank, (world.size, 3), dtype),
+            getattr(dist.ReduceOp, op),
+        )
+        everywhere, at_root = given.clone(), given.clone()
         listed, single = given.new_empty(3), given.new_empty(1, 3)
-        dist.reduce_scatter(listed, list(given.clone()), kind, group=group)
+        dist.all_reduce(everywhere, kind, group=group)
+        dist.reduce(at_root, dst=0, op=kind, group=group)
+        dist.reduce_scatter(listed, list(given), kind, group=group)
         reduce_scatter_single(single, given, kind, group=group)
-        return everywhere, by_rank, by_group, listed, single[0]
+        return everywhere, at_root if world.is_main else everywhere, listed, single[0]
 
     for size in SIZES:
-        parts = [values(r, (size, 3), dtype) for r in range(size)]
-        whole = reduced(op, parts)
+        whole = reduced(op, [values(r, (size, 3), dtype) for r in range(size)])
         for rank, found in enumerate(on_ranks(size, fn, sums=sums)):
-            at_last = whole if rank == size - 1 else parts[rank]
-            at_first = whole if rank == 0 else parts[rank]
-            wanted = whole, at_last, at_first, whole[rank], whole[rank]
-            assert all(map(same, wanted, found))
+            assert all(map(same, (whole, whole, whole[rank], whole[rank]), found))
 
 
 @pytest.mark.parametrize(
@@ -136,6 +133,18 @@ def test_a_sparse_tensor_is_added_from_the_first_rank_on(sums):
 
 
 # Moving
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *COMPLEX, torch.int16])
+def test_tensors_of_any_dtype_are_moved(dtype):
+    """Also of those that cannot be added up."""
+
+    def fn(world, group):
+        mine = values(world.rank, dtype=dtype)
+        dist.broadcast(mine, 1, group)
+        return mine
+
+    assert all(same(values(1, dtype=dtype), each) for each in on_ranks(2, fn))
 
 
 def test_messages():
