@@ -18,6 +18,7 @@ from accelfn.testing import simulate
 from tests.checkpoints import STEP, X, damage
 from tests.golden import make as golden
 from tests.internals import main, read_manifest
+from tests.processes import limit_files
 from tests.terminal import Terminal
 
 ONE, TWO = golden.FOLDER / "one-rank", golden.FOLDER / "two-ranks"
@@ -289,17 +290,13 @@ def test_export_to_what_is_there(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_export_to_a_disk_that_is_full(tmp_path, capsys, monkeypatch):
+def test_export_to_a_disk_that_is_full(tmp_path, capsys):
     """The path and the system's reason are told, and nothing is left of it."""
     af.save(fresh(), tmp_path / "saved")
-
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    said = refused(capsys, "export", tmp_path / "saved", tmp_path / "out")
+    with limit_files(100):
+        said = refused(capsys, "export", tmp_path / "saved", tmp_path / "out")
     assert f"{tmp_path / 'out'} was not written: " in said
-    assert os.strerror(errno.ENOSPC) in said
+    assert os.strerror(errno.EFBIG) in said
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
