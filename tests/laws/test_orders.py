@@ -319,19 +319,6 @@ def test_random_samplers_are_functions_of_the_epoch(seed, size, batch_size):
             assert sorted(first) == sorted(second) == list(kept)
 
 
-@given(
-    n=st.integers(1, 60),
-    batch_size=st.integers(1, 9),
-    size=st.integers(1, 8),
-    seed=SEEDS,
-)
-def test_an_order_of_ones_own_is_followed(n, batch_size, size, seed):
-    """A function (seed, epoch, n) says the order of each epoch, on any ranks."""
-    data = by(n, batch_size, a_loop)
-    ranks = list(simulate(size, lambda world: read(world, data, seed=seed)))
-    assert flat(joined(ranks)) == [*a_loop(seed, 0, n), *a_loop(seed, 1, n)]
-
-
 # mixes
 
 

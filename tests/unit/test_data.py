@@ -28,6 +28,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import accelfn as af
+from accelfn.errors import ArgumentError, DataError
 from accelfn.testing import simulate
 from tests.states import linear_state, read
 
@@ -117,7 +118,6 @@ class HandsOn:
 
 
 KINDS = {
-    "list": (list(range(10, 20)), lambda i: 10 + i),
     "range": (range(10, 20), lambda i: 10 + i),
     "float16": (X.numpy().astype(np.float16), lambda i: X[i].half()),
     "uint16": (X.to(torch.uint16), lambda i: X[i].to(torch.uint16)),
@@ -279,7 +279,7 @@ REFUSED = [
 @pytest.mark.parametrize(("dataset", "words"), REFUSED)
 def test_refused_when_data_is_made(dataset, words):
     """What would be read wrongly is refused at once, with what to give instead."""
-    with pytest.raises(af.errors.DataError, match=words) as caught:
+    with pytest.raises(DataError, match=words) as caught:
         af.Data(dataset, global_batch_size=1)
     assert isinstance(caught.value, ValueError)
 
@@ -304,7 +304,7 @@ OPTIONS = [
 @pytest.mark.parametrize(("name", "value"), OPTIONS)
 def test_bad_options(name, value):
     """A count that is none, or an option that is unknown, is refused with its value."""
-    with pytest.raises(af.errors.ArgumentError, match=rf"af\.Data\({name}=") as caught:
+    with pytest.raises(ArgumentError, match=rf"af\.Data\({name}=") as caught:
         data_of(X, **{name: value})
     assert isinstance(caught.value, ValueError)
 
@@ -312,14 +312,14 @@ def test_bad_options(name, value):
 def test_drop_that_leaves_nothing():
     """remainder="drop" with more samples a batch than there are is refused."""
     words = r"global_batch_size=11.*drop.*10 samples.*smaller"
-    with pytest.raises(af.errors.DataError, match=words):
+    with pytest.raises(DataError, match=words):
         data_of(X, global_batch_size=11, remainder="drop")
 
 
 FAILING = {
     "null": (
         pa.table({"x": [1, None]}),
-        af.errors.DataError,
+        DataError,
         "Column 'x'.*null.*collate=",
     ),
     "no collate": (
@@ -330,7 +330,7 @@ FAILING = {
     "objects": ([object()], TypeError, r"dataset indices \[0\]"),
     "fewer": (
         Fewer(),
-        af.errors.DataError,
+        DataError,
         r"Fewer.__getitems__\(\[0, 1, 2, 3\]\) returned 3",
     ),
 }
@@ -369,9 +369,7 @@ def test_a_shuffle_buffer_is_not_resumed_from_its_state():
 
     whole = read(stream_data(shuffled()))
     cursor = whole[1].cursor
-    with pytest.raises(
-        af.errors.DataError, match=r"shuffle buffer.*replay=True.*6 samples"
-    ):
+    with pytest.raises(DataError, match=r"shuffle buffer.*replay=True.*6 samples"):
         read(stream_data(shuffled()), cursor=cursor)
     rest = read(stream_data(shuffled(), replay=True), cursor=cursor)
     assert [b.value for b in rest] == [b.value for b in whole[2:]]
@@ -439,17 +437,7 @@ def test_a_sample_that_cannot_be_read_is_named(picked, bad, batch_size, mixed, c
     ]
 
 
-# Datasets made of tensors.
-
-
-# Order, samplers and loaders.
-
-
-@pytest.mark.parametrize("dataset", [(X, Y), TensorDataset(X, Y), list(zip(X, Y))])  # noqa: B905 - of one length
-def test_collate_gets_samples(dataset):
-    """A collate function of one's own gets a list of samples, of any dataset."""
-    found = values(dataset, collate=lambda samples: [int(y) for _, y in samples])
-    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+# Order and loaders.
 
 
 def test_shuffle_moves_samples_far():
@@ -464,11 +452,8 @@ def test_batches_of_a_loader_are_no_samples(kind, options):
     """A loader in place of a dataset is refused with the ways to give it."""
     words = rf"a {kind.__name__} returns batches(.|\n)*af.Data.from_loader\(loader\) or TrainSt"
     for loader in (kind(X, batch_size=5), kind(X, batch_sampler=[[1]])):
-        with pytest.raises(af.errors.ArgumentError, match=words):
+        with pytest.raises(ArgumentError, match=words):
             af.Data(loader, **options)
-
-
-# What ranks compare.
 
 
 class Counted(Dataset):
@@ -538,7 +523,7 @@ def test_a_plan_has_one_of_its_shares(num_shares):
     last = af.typing.Plan(rank=num_shares - 1, num_shares=num_shares)
     assert last.parts((0, 12))[-1][1] == 12
     words = rf"rank={num_shares}, num_shares={num_shares}.*0 to {num_shares - 1}\."
-    with pytest.raises(af.errors.ArgumentError, match=words):
+    with pytest.raises(ArgumentError, match=words):
         af.typing.Plan(rank=num_shares, num_shares=num_shares)
 
 

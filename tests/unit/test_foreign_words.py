@@ -23,6 +23,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from accelfn.errors import (
+    ArgumentError,
+    CallError,
+    CheckpointError,
+    Error,
+    RecordError,
+    UnknownMetricError,
+)
 from tests.internals import arguments
 
 X, Y = torch.ones(8, 3), torch.ones(8, 1)
@@ -98,7 +106,7 @@ def test_a_foreign_word_is_answered(name):
         assert not hasattr(record, word)
         assert getattr(record, word, None) is None
         assert word not in {*dir(record), *dir(type(record))}
-        with pytest.raises(af.errors.RecordError, match=re.escape(advice)) as caught:
+        with pytest.raises(RecordError, match=re.escape(advice)) as caught:
             getattr(record, word)
         assert isinstance(caught.value, AttributeError)
         assert word in str(caught.value)
@@ -132,15 +140,15 @@ def test_a_property_keeps_its_own_error():
 
 def test_a_metric_is_an_item():
     """Section D: `metrics.loss` names `metrics["loss"]`; a name there is not says which are."""
-    with pytest.raises(af.errors.RecordError, match=r'write metrics\["loss"\]'):
+    with pytest.raises(RecordError, match=r'write metrics\["loss"\]'):
         _ = METRICS.loss
-    with pytest.raises(af.errors.RecordError, match=r"the metrics are: loss"):
+    with pytest.raises(RecordError, match=r"the metrics are: loss"):
         _ = METRICS.accuracy
     with pytest.raises(KeyError, match="No metric 'los'; the metrics are") as caught:
         METRICS["los"]
-    assert isinstance(caught.value, af.errors.UnknownMetricError)
+    assert isinstance(caught.value, UnknownMetricError)
     assert str(caught.value).startswith("No metric")
-    with pytest.raises(af.errors.CallError, match=r'float\(metrics\["loss"\]\)'):
+    with pytest.raises(CallError, match=r'float\(metrics\["loss"\]\)'):
         float(METRICS)
     with pytest.raises(TypeError):
         METRICS + 3
@@ -154,7 +162,7 @@ def test_a_record_is_not_changed(record):
         lambda: delattr(record, "params"),
     ):
         with pytest.raises(
-            af.errors.RecordError, match="is immutable, so you cannot set its params"
+            RecordError, match="is immutable, so you cannot set its params"
         ):
             change()
 
@@ -165,9 +173,7 @@ def test_a_state_is_saved_by_accelfn():
     after, _ = step(create(), (X, Y))
     for state in (create(), after):
         for save in (pickle.dumps, lambda each: torch.save(each, io.BytesIO())):
-            with pytest.raises(
-                af.errors.CallError, match=r"af\.save\(state, directory\)"
-            ):
+            with pytest.raises(CallError, match=r"af\.save\(state, directory\)"):
                 save(state)
 
 
@@ -276,7 +282,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
 @pytest.mark.parametrize(("call", "said"), CALLS)
 def test_a_wrong_call_is_answered(call, said):
     """Section D: what Python cannot bind or unpack says how to write it, as a TypeError."""
-    with pytest.raises(af.errors.CallError, match=said) as caught:
+    with pytest.raises(CallError, match=said) as caught:
         call()
     assert isinstance(caught.value, TypeError)
     assert caught.value.__cause__ is None
@@ -442,7 +448,7 @@ def test_no_front_door_answers_with_a_bare_type_error(name):
     """A first call with an argument that it has not says so in the user's words."""
     what = functools.reduce(getattr, name.split("."), af)
     with pytest.raises(
-        af.errors.CallError, match=re.escape(f"af.{name}(no_such_=1): there is no")
+        CallError, match=re.escape(f"af.{name}(no_such_=1): there is no")
     ):
         what(no_such_=1)
 
@@ -467,7 +473,7 @@ def test_a_call_that_can_be_bound_is_the_function_s_own(first, second, given_by_
     except TypeError as error:
         with pytest.raises(TypeError, match=str(error)) as caught:
             told(first, **named)
-        assert not isinstance(caught.value, af.errors.Error)
+        assert not isinstance(caught.value, Error)
     else:
         assert expected == told(first, **named)
 
@@ -476,7 +482,7 @@ def test_a_call_that_can_be_bound_is_the_function_s_own(first, second, given_by_
 def test_a_name_of_another_library_is_answered(module):
     """`af.Accelerator` says what there is instead; so do others, schedules too."""
     for word, advice in TABLES[module.__name__].items():
-        with pytest.raises(af.errors.RecordError, match=re.escape(advice)):
+        with pytest.raises(RecordError, match=re.escape(advice)):
             getattr(module, word)
     assert not hasattr(module, "no_such_")
 
@@ -509,9 +515,7 @@ TAKE_A_PATH = {
 @pytest.mark.parametrize("value", NO_PATHS, ids=repr)
 def test_what_is_no_path_is_refused(name, value):
     """Section C: neither None nor half of a surrogate pair is taken for a path."""
-    with pytest.raises(
-        af.errors.ArgumentError, match=rf"af\.{name}\(.*expected the path of"
-    ):
+    with pytest.raises(ArgumentError, match=rf"af\.{name}\(.*expected the path of"):
         TAKE_A_PATH[name](value)
 
 
@@ -523,5 +527,5 @@ def test_a_tensor_s_name_is_text(tmp_path):
         net.register_parameter("a\ud800", nn.Parameter(torch.ones(1)))
         return net
 
-    with pytest.raises(af.errors.CheckpointError, match="cannot be written to a file"):
+    with pytest.raises(CheckpointError, match="cannot be written to a file"):
         af.export_model(create(model=odd, data=None), tmp_path / "odd")

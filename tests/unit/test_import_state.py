@@ -3,10 +3,8 @@
 
 import pickle
 import re
-import tempfile
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ import accelfn as af
 from accelfn.errors import CheckpointError
 from accelfn.testing import simulate
 from tests.checkpoints import Bomb
-from tests.internals import local
 from tests.states import linear_state, values
 from tests.zero_folders import Training, write_zero
 
@@ -373,21 +370,6 @@ def test_a_compressed_piece_is_refused(tmp_path):
 SPLIT = af.chain(af.shard_data(), af.wrap_fsdp())
 
 
-def test_ranks_that_have_nothing_of_a_tensor_read_nothing(tmp_path):
-    """Of a model that is split over more ranks than it has rows each has its own part."""
-    model, folder = saved(tmp_path)
-
-    def run(world):
-        found = af.import_state(create(world=world, setup=SPLIT), folder).state
-        kept = found.opt_state["first.weight"]["exp_avg"]
-        return local(found.params["first.weight"]).detach(), local(kept)
-
-    parts = list(simulate(4, run))
-    assert [len(weight) for weight, _ in parts] == [1, 1, 1, 0]
-    assert [tuple(kept.shape) for _, kept in parts] == [(1, 2)] * 3 + [(0, 2)]
-    assert torch.equal(torch.cat([weight for weight, _ in parts]), model.first.weight)
-
-
 @given(data=st.data())
 def test_bytes_at_random_end_in_our_errors(tmp_path_factory, data):
     """Whatever is in the files of torch or of DeepSpeed, it is read or refused."""
@@ -438,21 +420,3 @@ def test_what_is_not_imported_is_its_own(tmp_path):
     assert values(found) == before
     step(found, torch.ones(1, 1))
     assert values(state) == before
-
-
-@given(order=st.permutations(range(4)))
-def test_an_optimizer_that_names_its_parameters_may_have_them_in_any_order(order):
-    """Each gets what its own name had, though all are of one shape."""
-    net = lambda: nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(4)])  # noqa: E731
-    model = net()
-    named = list(model.named_parameters())
-    optimizer = torch.optim.Adam([named[i] for i in order])
-    model(torch.eye(2)).square().sum().backward()
-    optimizer.step()
-    with tempfile.TemporaryDirectory() as folder:
-        save_file(dict(model.state_dict()), Path(folder, "model.safetensors"))
-        torch.save(optimizer.state_dict(), Path(folder, "optimizer.bin"))
-        imported = af.import_state(create(torch.optim.Adam, net), folder)
-    for name, param in named:
-        found = imported.state.opt_state[name]["exp_avg"]
-        assert torch.equal(found, optimizer.state[param]["exp_avg"])
