@@ -50,12 +50,7 @@ pytestmark = [
 torch.set_num_threads(1)  # on the ranks, too, which import this file
 
 Found = dict[str, torch.Tensor]
-BEHIND = (
-    af.clip_grad_norm(0.3),
-    af.clip_grad_norm(0.1, name="to-0.1"),  # of two the lower one holds
-    af.ema(0.5),
-    af.checkpoint_activations(Block),
-)
+BEHIND = (af.clip_grad_norm(0.3), af.ema(0.5), af.checkpoint_activations(Block))
 APART = {"stage3_param_persistence_threshold": 0}
 """Nothing is kept whole for being small."""
 RUN = Run(9, 9, "mean", "adamw", in_list=True, micro=1, dtype=torch.float32)
@@ -600,6 +595,14 @@ def buffers(world: af.World, stage: int) -> None:
     assert torch.equal(want, state.buffers["seen"])
 
 
+def clipped(world: af.World, stage: int) -> None:
+    """Of two bounds of the norm the lower one holds, in whichever order they are."""
+    bounds = [af.clip_grad_norm(bound, name=f"to-{bound}") for bound in (0.3, 0.1)]
+    for behind in (bounds, bounds[::-1]):
+        each = zero(stage, behind=tuple(behind))
+        check_as_split(each, lambda of: of.begun(world, 2), within=1e-5)
+
+
 def large_weights(world: af.World, stage: int) -> None:
     """Weights are exact beyond float32: 2**24 tokens are no rare batch of a large model."""
     weights, each = [2**24 + 1, 2**25 + 2], zero(stage)
@@ -795,7 +798,7 @@ def parted_again(world: af.World, stage: int) -> None:
 
 CHECKS = (
     *(starts_of_processes, layers_of_others, judged, mistakes, orders, unused, ways),
-    *(frozen, buffers, large_weights, thawing, released),
+    *(frozen, buffers, clipped, large_weights, thawing, released),
     *(forgotten, odd_optimizers, readings, sums, parted_again),
 )
 
