@@ -595,6 +595,24 @@ def buffers(world: af.World, stage: int) -> None:
     assert torch.equal(want, state.buffers["seen"])
 
 
+def thrown_away(world: af.World, stage: int) -> None:
+    """Gradients that no update takes leave nothing behind, reduced or not."""
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    for micro, keep_grads, options in (
+        *((1, "whole", {}), (2, "sharded", {})),
+        *((1, "sharded", offload), (2, "whole", offload)),
+    ):
+        each = zero(stage, options, micro=micro)
+        each = each.by(attrs.evolve(each.engine, keep_grads=keep_grads))
+        take, step = af.value_and_grad(each.loss), af.make_step(each.loss)
+        state, alone = each.state(world), each.begun(world, 2)
+        for batch in each.run.batches(state, 2):
+            for sync in (False, True, False):
+                take(state, batch, sync=sync)
+            state, _ = step(state, batch)
+        assert same(alone, state)
+
+
 def clipped(world: af.World, stage: int) -> None:
     """Of two bounds of the norm the lower one holds, in whichever order they are."""
     bounds = [af.clip_grad_norm(bound, name=f"to-{bound}") for bound in (0.3, 0.1)]
@@ -798,7 +816,7 @@ def parted_again(world: af.World, stage: int) -> None:
 
 CHECKS = (
     *(starts_of_processes, layers_of_others, judged, mistakes, orders, unused, ways),
-    *(frozen, buffers, clipped, large_weights, thawing, released),
+    *(frozen, buffers, thrown_away, clipped, large_weights, thawing, released),
     *(forgotten, odd_optimizers, readings, sums, parted_again),
 )
 
